@@ -1,0 +1,1 @@
+"""Advantages, losses and log-probabilities: arrays in, arrays out."""

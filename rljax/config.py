@@ -1,0 +1,328 @@
+"""The configuration: one frozen tree of sections, read from a TOML recipe and `key.path=value` overrides.
+
+Owns every option, its default, its meaning and the rules between options. Loading (files, overrides, errors with
+the place and the remedy) is in `recipe.py`. Refuses to own device facts: what depends on the number of devices or
+on the model is checked where those are known. Imports neither jax nor the rest of rljax.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+DType = Literal["float32", "bfloat16"]
+
+CHECKING_RULES: ContextVar[bool] = ContextVar("checking_rules", default=False)
+"""Whether a section is checking its rules: reading an option for that is no use of it (see `recipe.record_reads`)."""
+
+
+def _option(default: Any, text: str, **limits: Any) -> Any:
+    """Declare one option: its default, its one-sentence meaning with the unit, and its limits."""
+    return Field(default, description=text, **limits)
+
+
+class Section(BaseModel):
+    """A frozen group of options; an unknown key or a value of the wrong type is an error, never a default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _keep_rules(self) -> "Section":
+        checking = CHECKING_RULES.set(True)
+        try:
+            broken = list(self._broken_rules())
+        finally:
+            CHECKING_RULES.reset(checking)
+        if broken:
+            raise ValueError("\n".join(broken))
+        return self
+
+    def _broken_rules(self) -> Iterator[str]:
+        """Yield one sentence per broken rule between options, naming each option as `section.name`."""
+        yield from ()
+
+
+PathOption = Annotated[Path, Field(strict=False)]
+
+
+class RunConfig(Section):
+    """Where a run lives and what seeds it."""
+
+    dir: PathOption = _option(Path("runs/default"), "Run directory: configuration, metrics, rollouts and checkpoints.")
+    seed: int = _option(0, "Root of every random draw of the run.", ge=0, lt=2**32)
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    checkpoint: PathOption = _option(Path("checkpoints/model"), "Checkpoint directory written by `rljax convert`.")
+    param_dtype: DType = _option("float32", "Type of the stored (master) parameters.")
+    compute_dtype: DType = _option("float32", "Type of the products in training and scoring; logits stay float32.")
+    remat: Literal["none", "full"] = _option("none", "What the backward pass recomputes: nothing, or every layer.")
+
+
+class MeshConfig(Section):
+    """The device mesh shared by learner and sampler. The product of the axes must equal the number of devices."""
+
+    replica: int = _option(1, "Copies of the parameters that split the batch (devices).", ge=1)
+    fsdp: int = _option(-1, "Devices that split parameters and batch; -1 takes what the other axes leave.", ge=-1)
+    context: int = _option(1, "Devices that split the sequence (devices).", ge=1)
+    expert: int = _option(1, "Devices that split the experts (devices).", ge=1)
+    tensor: int = _option(1, "Devices that split heads, ffn and vocabulary (devices).", ge=1)
+
+    def _broken_rules(self) -> Iterator[str]:
+        if self.fsdp == 0:
+            yield "mesh.fsdp is 0; set a positive number of devices, or -1 for all that are left"
+
+
+class DataConfig(Section):
+    """Where the tasks come from."""
+
+    source: Literal["generated", "file"] = _option("generated", "Tasks made by the environment, or read from `data.path`.")
+    path: PathOption | None = _option(None, "A .jsonl or .parquet file of tasks (`id`, `messages` or `prompt`, `answer`).")
+    num_tasks: int = _option(4096, "Number of generated tasks in one epoch.", ge=1)
+    shuffle: bool = _option(True, "Shuffle each epoch; the order is a pure function of (seed, epoch, index).")
+
+
+class EnvConfig(Section):
+    """The environment and the pool of CPU processes it runs in."""
+
+    name: str = _option("arithmetic", "Registered environment, or `package.module:Class`.")
+    options: dict[str, Any] = _option({}, "Options of that environment; checked by the environment itself.")
+    workers: int = _option(2, "Worker processes per host.", ge=1)
+    reset_timeout: float = _option(30.0, "Deadline of one reset (seconds); the worker is killed past it.", gt=0)
+    step_timeout: float = _option(30.0, "Deadline of one step, scoring included (seconds); the worker is killed past it.", gt=0)
+    max_retries: int = _option(1, "Further tries of a rollout whose environment failed before it was scored.", ge=0)
+    max_failure_fraction: float = _option(
+        0.5, "Stop the run when more than this share of a batch's rollouts could not be scored.", ge=0, le=1
+    )
+
+
+class SamplerConfig(Section):
+    """The compiled sampler."""
+
+    slots: int = _option(64, "Rollouts decoded at the same time, over all devices.", ge=1)
+    max_prompt_length: int = _option(128, "Longest templated prompt (tokens); longer tasks are dropped before the run.", ge=1)
+    max_completion_length: int = _option(128, "Longest completion (tokens).", ge=1)
+    cache_length: int | None = _option(None, "Cache positions per slot (tokens); default: prompt plus completion.", ge=2)
+    temperature: float = _option(1.0, "Divides the logits before the draw; 0 takes the most likely token.", ge=0)
+    decode_chunk: int = _option(16, "Decode steps between two looks by the host (steps).", ge=1)
+    dtype: DType = _option("float32", "Type of the sampler's parameters, products and cache.")
+
+    def _broken_rules(self) -> Iterator[str]:
+        longest = self.max_prompt_length + self.max_completion_length
+        if self.cache_length is not None and longest > self.cache_length:
+            yield (
+                f"sampler.max_prompt_length ({self.max_prompt_length}) + sampler.max_completion_length "
+                f"({self.max_completion_length}) = {longest} exceed sampler.cache_length ({self.cache_length}); "
+                "raise cache_length or lower one of the two"
+            )
+
+    @property
+    def cache_positions(self) -> int:
+        """Cache positions per slot (tokens)."""
+        return self.cache_length or self.max_prompt_length + self.max_completion_length
+
+
+class AlgorithmConfig(Section):
+    """GRPO and its switches; formulas in docs/math.md."""
+
+    num_generations: int = _option(8, "Rollouts per Task.", ge=2)
+    scale_rewards: Literal["group", "batch", "none"] = _option(
+        "group", "Divide centred rewards by the standard deviation of the group, of the batch, or not at all."
+    )
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = _option(
+        "token-mean", "How per-token losses become one number; each denominator is global to the optimizer step."
+    )
+    epsilon: float = _option(0.2, "Lower clip range of the importance ratio.", ge=0, lt=1)
+    epsilon_high: float = _option(0.28, "Upper clip range of the importance ratio.", ge=0)
+    beta: float = _option(0.0, "Weight of the KL divergence to the reference policy in the loss.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = _option("k3", "Estimator of that divergence.")
+    num_iterations: int = _option(1, "Passes over each batch of rollouts.", ge=1)
+    rollout_is: Literal["none", "token"] = _option(
+        "token", "Correct for the sampler-learner gap with truncated importance weights per token, or not."
+    )
+    rollout_is_threshold: float = _option(2.0, "Upper bound of those weights.", gt=0)
+    mask_truncated_completions: bool = _option(False, "Leave rollouts that hit the length limit out of the loss.")
+
+
+class OptimizerConfig(Section):
+    """AdamW, gradient clipping and the learning-rate schedule."""
+
+    learning_rate: float = _option(1e-6, "Peak learning rate.", gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = _option("constant", "Shape after the warm-up.")
+    warmup_steps: int = _option(0, "Optimizer steps of linear warm-up (steps).", ge=0)
+    decay_steps: int | None = _option(None, "Optimizer steps from the start to the end of the decay (steps).", ge=1)
+    min_learning_rate: float = _option(0.0, "Learning rate at the end of the decay.", ge=0)
+    b1: float = _option(0.9, "Decay of AdamW's first moment.", ge=0, lt=1)
+    b2: float = _option(0.999, "Decay of AdamW's second moment.", ge=0, lt=1)
+    eps: float = _option(1e-8, "Added to the root of the second moment.", gt=0)
+    weight_decay: float = _option(0.0, "Decoupled weight decay.", ge=0)
+    max_grad_norm: float | None = _option(1.0, "Clip the global gradient norm to this; `none` for no clipping.", gt=0)
+
+    def _broken_rules(self) -> Iterator[str]:
+        if self.schedule == "constant":
+            if self.decay_steps is not None:
+                yield "optimizer.decay_steps has no effect with optimizer.schedule = 'constant'; remove one"
+            if self.min_learning_rate > 0:
+                yield "optimizer.min_learning_rate has no effect with optimizer.schedule = 'constant'; remove one"
+        elif self.decay_steps is None:
+            yield f"optimizer.schedule = '{self.schedule}' needs optimizer.decay_steps (steps until the decay ends)"
+        elif self.decay_steps <= self.warmup_steps:
+            yield f"optimizer.decay_steps ({self.decay_steps}) must be larger than optimizer.warmup_steps ({self.warmup_steps})"
+        if self.min_learning_rate > self.learning_rate:
+            yield (
+                f"optimizer.min_learning_rate ({self.min_learning_rate}) exceeds optimizer.learning_rate ({self.learning_rate})"
+            )
+
+
+class TrainConfig(Section):
+    """How much is trained, and in which portions."""
+
+    steps: int = _option(100, "Optimizer steps of the whole run (steps).", ge=1)
+    rollout_batch_size: int = _option(8, "Tasks sampled between two weight updates of the sampler, over all hosts.", ge=1)
+    mini_batch_size: int | None = _option(None, "Tasks per optimizer step; default: all of rollout_batch_size.", ge=1)
+    micro_batch_size_per_device: int = _option(8, "Packed rows per device in one forward and backward pass.", ge=1)
+    pack_length: int | None = _option(None, "Tokens of a packed row; default: the longest rollout.", ge=2)
+
+
+class CheckpointConfig(Section):
+    """When the run is saved, and what a restart does."""
+
+    every: int = _option(10, "Optimizer steps between two checkpoints (steps).", ge=1)
+    keep: int = _option(2, "Newest checkpoints kept.", ge=1)
+    resume: Literal["auto", "never"] = _option(
+        "auto", "`auto` continues from the newest good checkpoint of the run directory; `never` refuses a used directory."
+    )
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out tasks; never touches the training state or its draws."""
+
+    every: int = _option(0, "Optimizer steps between two evaluations (steps); 0 evaluates only with `rljax eval`.", ge=0)
+    num_tasks: int = _option(200, "Held-out tasks per evaluation.", ge=1)
+    path: PathOption | None = _option(None, "File of held-out tasks when `data.source` is `file`.")
+    temperature: float = _option(0.0, "Sampling temperature of the evaluation; 0 is greedy.", ge=0)
+
+
+class TelemetryConfig(Section):
+    """What is shown and recorded."""
+
+    live: Literal["auto", "plain", "off"] = _option("auto", "Live view in a terminal, plain lines, or nothing on the screen.")
+    rollouts: bool = _option(True, "Keep every rollout as a JSON line under the run directory.")
+    tensorboard: bool = _option(False, "Write TensorBoard event files (needs `rljax[tensorboard]`).")
+
+
+class Config(Section):
+    """Everything a run is made of."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig = DataConfig()
+    env: EnvConfig = EnvConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    def _broken_rules(self) -> Iterator[str]:
+        yield from self._uneven_portions()
+        yield from self._unfit_data()
+        if self.sampler.temperature == 0:
+            yield "sampler.temperature = 0 makes all rollouts of a group equal; set it above 0 (eval.temperature may be 0)"
+
+    def _uneven_portions(self) -> Iterator[str]:
+        train, algorithm, sampler = self.train, self.algorithm, self.sampler
+        if train.rollout_batch_size % self.mini_batch_size:
+            yield (
+                f"train.rollout_batch_size ({train.rollout_batch_size}) must be a multiple of "
+                f"train.mini_batch_size ({self.mini_batch_size})"
+            )
+        else:
+            yield from self._partial_batches()
+        if sampler.slots % algorithm.num_generations:
+            yield (
+                f"sampler.slots ({sampler.slots}) must be a multiple of "
+                f"algorithm.num_generations ({algorithm.num_generations}), so that groups share their prompt"
+            )
+        longest = sampler.max_prompt_length + sampler.max_completion_length
+        if self.pack_length < longest:
+            yield (
+                f"train.pack_length ({train.pack_length}) is shorter than sampler.max_prompt_length + "
+                f"sampler.max_completion_length ({longest}); raise it or lower one of the two"
+            )
+
+    def _partial_batches(self) -> Iterator[str]:
+        updates = self.updates_per_batch
+        for name, value in (
+            ("train.steps", self.train.steps),
+            ("checkpoint.every", self.checkpoint.every),
+            ("eval.every", self.eval.every),
+        ):
+            if value % updates:
+                yield (
+                    f"{name} ({value}) must be a multiple of {updates}, the optimizer steps per batch of rollouts "
+                    "(algorithm.num_iterations x train.rollout_batch_size / train.mini_batch_size)"
+                )
+
+    def _unfit_data(self) -> Iterator[str]:
+        if self.data.source == "file":
+            if self.data.path is None:
+                yield "data.source = 'file' needs data.path, a .jsonl or .parquet file of tasks"
+            if self.eval.every and self.eval.path is None:
+                yield "eval.every needs eval.path, a file of held-out tasks, when data.source = 'file'"
+            return
+        for name, value in (("data.path", self.data.path), ("eval.path", self.eval.path)):
+            if value is not None:
+                yield f"{name} has no effect with data.source = 'generated'; set data.source = 'file' or remove it"
+        if self.data.num_tasks < self.train.rollout_batch_size:
+            yield (
+                f"data.num_tasks ({self.data.num_tasks}) is smaller than "
+                f"train.rollout_batch_size ({self.train.rollout_batch_size})"
+            )
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Tasks per optimizer step."""
+        return self.train.mini_batch_size or self.train.rollout_batch_size
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps per batch of rollouts."""
+        return self.algorithm.num_iterations * (self.train.rollout_batch_size // self.mini_batch_size)
+
+    @property
+    def pack_length(self) -> int:
+        """Tokens of a packed row."""
+        return self.train.pack_length or self.sampler.max_prompt_length + self.sampler.max_completion_length
+
+    def hash(self) -> str:
+        """Hash of the options that decide the trained parameters, so that a resume under another recipe is noticed.
+
+        Where a run is stored, how it is watched, saved and evaluated, how long it runs and how many devices and
+        workers it uses are left out: they may change between restarts.
+        """
+        tree = self.model_dump(mode="json", exclude=_FREE_BETWEEN_RESTARTS)
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+_FREE_BETWEEN_RESTARTS: Any = {
+    "run": {"dir"},
+    "model": {"checkpoint", "remat"},
+    "mesh": True,
+    "data": {"path"},  # the content is guarded by the dataset fingerprint
+    "env": {"workers", "reset_timeout", "step_timeout", "max_retries", "max_failure_fraction"},
+    "sampler": {"slots", "cache_length", "decode_chunk"},
+    "train": {"steps", "micro_batch_size_per_device"},
+    "checkpoint": True,
+    "eval": True,
+    "telemetry": True,
+}

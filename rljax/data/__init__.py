@@ -1,0 +1,1 @@
+"""From tasks to device arrays: prompt streams, the tokenizer, and packing."""

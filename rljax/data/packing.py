@@ -1,0 +1,211 @@
+"""Packing: rollouts of any length into micro-batches of full rows.
+
+Owns the layout of a training batch: which rollout stands in which row, positions, segments, the label shift, the loss
+mask and the padding. Refuses to own advantages, weights and devices; it runs on the host, in numpy.
+
+    row      tokens    p p p A A A A e | q q B B B e |  0  0     p q: prompts, A B: model tokens, e: end tokens
+             positions 0 1 2 3 4 5 6 7 | 0 1 2 3 4 5 |  0  0
+             segments  1 1 1 1 1 1 1 1 | 2 2 2 2 2 2 |  0  0
+    scored   index     2 3 4 5 6  9 10 11 12   0 0 ...           the hidden state at `index` predicts `target`
+             target    A A A A e  B B  B  e    0 0 ...           shifted here, once; no one shifts again
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from rljax.records import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class PackShape:
+    """The static shape of packed batches: what the compiled programs depend on.
+
+    Example:
+        PackShape(micro_batches=4, rows=8, length=256)
+    """
+
+    micro_batches: int
+    """Most micro-batches one optimizer step can need."""
+    rows: int
+    """Rows of a micro-batch, over all devices."""
+    length: int
+    """Tokens of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The packed arrays of one optimizer step, on the host.
+
+    Dims: `m` micro-batches, `r` rows of a micro-batch, `s` positions of a row, `j` scored tokens of a row (as many
+    slots as positions, so any mix of rollouts fits). Micro-batches from `num_micro` on, rows without rollouts and slots
+    without a scored token are zeros with `mask` False; `segments` 0 is padding.
+
+    Example:
+        Batch(tokens=np.zeros((4, 8, 256), np.int32), ..., scored=np.array([180, 120, 0, 0], np.int32), num_micro=2, ...)
+    """
+
+    tokens: Int[np.ndarray, "m r s"]
+    """Token ids, int32."""
+    positions: Int[np.ndarray, "m r s"]
+    """Position of each token in its rollout, int32."""
+    segments: Int[np.ndarray, "m r s"]
+    """Which rollout of the row a token belongs to, from 1; 0 is padding; int32."""
+    score_index: Int[np.ndarray, "m r j"]
+    """Position in the row whose hidden state predicts the scored token, int32; filler slots point at 0."""
+    targets: Int[np.ndarray, "m r j"]
+    """Id of the scored token, int32."""
+    mask: Bool[np.ndarray, "m r j"]
+    """Whether the slot holds a scored token."""
+    logp_behavior: Float[np.ndarray, "m r j"]
+    """Log-probability it was sampled with, float32, nats."""
+    advantage: Float[np.ndarray, "m r j"]
+    """Advantage of its rollout, float32."""
+    weight: Float[np.ndarray, "m r j"]
+    """Share of the token in the loss, float32; the denominator is in it."""
+    rollout: Int[np.ndarray, "m r j"]
+    """Index of its rollout in the list that was packed, int32; -1 in filler slots."""
+    scored: Int[np.ndarray, " m"]
+    """Most scored tokens in any row of the micro-batch, int32: slots from there on are filler in all of its rows."""
+    num_micro: int
+    """Micro-batches that hold rollouts."""
+    num_rollouts: int
+    """Rollouts packed."""
+    padding_fraction: float
+    """Share of the positions of the first `num_micro` micro-batches that hold no token; 0 when there are none."""
+
+
+def pack_shape(*, pack_length: int, longest_rollout: int, num_rollouts: int, rows: int) -> PackShape:
+    """Return the shape into which any `num_rollouts` rollouts of at most `longest_rollout` tokens fit.
+
+    First-fit opens a row only when no row has room, so every earlier row holds at least
+    pack_length // longest_rollout rollouts. `rows` is micro_batch_size_per_device x the devices that split the batch.
+    Raises ValueError when a rollout may be longer than a row.
+    """
+    if longest_rollout > pack_length:
+        raise ValueError(
+            f"train.pack_length ({pack_length}) is shorter than the longest rollout ({longest_rollout} tokens); "
+            "raise it, or lower sampler.max_prompt_length or sampler.max_completion_length"
+        )
+    worst_rows = -(-num_rollouts // (pack_length // longest_rollout))
+    return PackShape(micro_batches=max(1, -(-worst_rows // rows)), rows=rows, length=pack_length)
+
+
+def loss_tokens(rollout: Rollout, *, mask_truncated: bool) -> Bool[np.ndarray, " n"]:
+    """Return which tokens of a rollout enter the loss: those the model wrote, by provenance.
+
+    With `mask_truncated`, a rollout cut by the length limit has none; it then counts in no denominator either.
+    """
+    if mask_truncated and rollout.finish_reason == "length":
+        return np.zeros(len(rollout.tokens), bool)
+    return rollout.mask
+
+
+def loss_lengths(rollouts: Sequence[Rollout], used: Bool[np.ndarray, " n"], *, mask_truncated: bool) -> Int[np.ndarray, " n"]:
+    """Return the number of loss tokens of each rollout, 0 where `used` is False; denominators are made from these."""
+    counts = [
+        int(loss_tokens(r, mask_truncated=mask_truncated).sum()) if use else 0 for r, use in zip(rollouts, used, strict=True)
+    ]
+    return np.array(counts, np.int64)
+
+
+def length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return mean, min and max completion length (tokens) and the share of truncated rollouts.
+
+    Counts what the model wrote, whatever the loss leaves out. Empty without rollouts.
+    """
+    if not rollouts:
+        return {}
+    lengths = [rollout.completion_length for rollout in rollouts]
+    return {
+        "completion_length_mean": float(np.mean(lengths)),
+        "completion_length_min": float(min(lengths)),
+        "completion_length_max": float(max(lengths)),
+        "truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
+    }
+
+
+def pack(
+    rollouts: Sequence[Rollout],
+    advantages: Float[np.ndarray, " n"],
+    weights: Float[np.ndarray, " n"],
+    used: Bool[np.ndarray, " n"],
+    shape: PackShape,
+    *,
+    mask_truncated: bool,
+) -> Batch:
+    """Pack the used rollouts that have loss tokens, first-fit by decreasing length; none is ever split.
+
+    `advantages` and `weights` (the loss weight of each of its tokens) are per rollout. The result depends on the
+    inputs alone. Rows are ordered by their number of scored tokens, so that micro-batches waste few slots.
+    Raises ValueError for a rollout that is longer than a row or whose first token is the model's (nothing predicts it).
+    """
+    masks = [loss_tokens(rollout, mask_truncated=mask_truncated) for rollout in rollouts]
+    chosen = [index for index in range(len(rollouts)) if used[index] and masks[index].any()]
+    for index in chosen:
+        _check(rollouts[index], masks[index], shape.length)
+    rows = _first_fit([(index, len(rollouts[index].tokens)) for index in chosen], shape.length)
+    rows.sort(key=lambda row: -sum(int(masks[index].sum()) for index in row))  # stable, so still deterministic
+    assert len(rows) <= shape.micro_batches * shape.rows, f"{len(rows)} rows do not fit {shape}"
+
+    size = (shape.micro_batches * shape.rows, shape.length)
+    integers = {name: np.zeros(size, np.int32) for name in ("tokens", "positions", "segments", "score_index", "targets")}
+    floats = {name: np.zeros(size, np.float32) for name in ("logp_behavior", "advantage", "weight")}
+    mask, owner = np.zeros(size, bool), np.full(size, -1, np.int32)
+    for row, members in enumerate(rows):
+        start = slot = 0
+        for segment, index in enumerate(members, start=1):
+            rollout, where = rollouts[index], np.flatnonzero(masks[index])
+            here = slice(start, start + len(rollout.tokens))
+            integers["tokens"][row, here] = rollout.tokens
+            integers["positions"][row, here] = np.arange(len(rollout.tokens))
+            integers["segments"][row, here] = segment
+            slots = slice(slot, slot + len(where))
+            integers["score_index"][row, slots] = start + where - 1  # the token before predicts it
+            integers["targets"][row, slots] = rollout.tokens[where]
+            floats["logp_behavior"][row, slots] = rollout.logp_behavior[where]
+            floats["advantage"][row, slots] = advantages[index]
+            floats["weight"][row, slots] = weights[index]
+            mask[row, slots], owner[row, slots] = True, index
+            start, slot = here.stop, slots.stop
+
+    def micro(array: np.ndarray) -> np.ndarray:
+        return array.reshape(shape.micro_batches, shape.rows, shape.length)
+
+    num_micro = -(-len(rows) // shape.rows)
+    held = int((integers["segments"] > 0).sum())
+    positions = num_micro * shape.rows * shape.length
+    return Batch(
+        **{name: micro(array) for name, array in (integers | floats).items()},
+        mask=micro(mask),
+        rollout=micro(owner),
+        scored=micro(mask).sum(axis=2).max(axis=1).astype(np.int32),
+        num_micro=num_micro,
+        num_rollouts=len(chosen),
+        padding_fraction=1.0 - held / positions if positions else 0.0,
+    )
+
+
+def _check(rollout: Rollout, mask: np.ndarray, length: int) -> None:
+    name = f"attempt {rollout.attempt} of task {rollout.task_id!r}"
+    if len(rollout.tokens) > length:
+        raise ValueError(f"{name} has {len(rollout.tokens)} tokens; raise train.pack_length ({length}) to at least that")
+    if mask[0]:
+        raise ValueError(f"{name} starts with a model token, which nothing predicts; give its prompt at least one token")
+
+
+def _first_fit(sizes: Sequence[tuple[int, int]], length: int) -> list[list[int]]:
+    """Put (index, size) items into rows of `length`, largest first, each into the first row with room."""
+    rows: list[list[int]] = []
+    room = np.zeros(len(sizes), np.int64)
+    for index, size in sorted(sizes, key=lambda item: (-item[1], item[0])):
+        fits = room[: len(rows)] >= size
+        row = int(np.argmax(fits)) if fits.any() else len(rows)
+        if row == len(rows):
+            rows.append([])
+            room[row] = length
+        rows[row].append(index)
+        room[row] -= size
+    return rows

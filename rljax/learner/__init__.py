@@ -1,0 +1,1 @@
+"""Everything one optimizer update needs: its state, the optimizer, and the compiled step."""

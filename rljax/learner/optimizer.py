@@ -1,0 +1,113 @@
+"""AdamW with gradient clipping and a learning-rate schedule.
+
+Owns the update rule and the only use of optax. Refuses to own gradients (they arrive summed over the whole optimizer
+step) and the decision which parameters decay (the model knows which are vectors).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from rljax.config import OptimizerConfig
+
+DecayMask = Callable[[Any], Any]
+"""From a tree of parameters to a tree of the same structure with True where weight decay applies."""
+
+
+class OptimizerState(NamedTuple):
+    """What the update rule remembers; saved in checkpoints."""
+
+    updates: Int[Array, ""]
+    """Optimizer updates done, int32."""
+    moments: Any
+    """State of the optax rule: AdamW's moments in float32 and its counter."""
+
+
+class Update(NamedTuple):
+    """The outcome of one optimizer update."""
+
+    params: Any
+    """Parameters after the update, in their own dtypes."""
+    state: OptimizerState
+    """Optimizer state after the update."""
+    grad_norm: Float[Array, ""]
+    """Global norm of the gradients before the clip, float32; not finite when a gradient is not."""
+    learning_rate: Float[Array, ""]
+    """Learning rate of this update, float32."""
+
+
+class Optimizer:
+    """AdamW (arXiv:1711.05101 algorithm 2) on float32 moments.
+
+    Example:
+        optimizer = Optimizer(config.optimizer, lambda params: jax.tree.map(lambda p: p.ndim > 1, params))
+        state = optimizer.init(params)
+        params, state, grad_norm, learning_rate = optimizer.update(grads, state, params)
+    """
+
+    def __init__(self, config: OptimizerConfig, decay_mask: DecayMask) -> None:
+        """Build the update rule; `decay_mask` says which parameters weight decay applies to."""
+        self.config = config
+        self._rule = optax.chain(
+            optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+            optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
+        )
+
+    def init(self, params: Any) -> OptimizerState:
+        """Return the state before the first update: float32 zeros shaped like the parameters, and counters."""
+        return OptimizerState(jnp.zeros((), jnp.int32), self._rule.init(_wide(params)))
+
+    def update(self, grads: Any, state: OptimizerState, params: Any) -> Update:
+        """Clip the gradients to `max_grad_norm` and apply one update; pure, for use under jit.
+
+        Moments and arithmetic are float32 whatever the parameters' dtype.
+        """
+        grads, grad_norm = clip_by_global_norm(_wide(grads), self.config.max_grad_norm)
+        wide = _wide(params)
+        directions, moments = self._rule.update(grads, state.moments, wide)
+        updates = state.updates + 1
+        rate = _schedule(self.config, updates)
+        new = jax.tree.map(lambda old, at, by: (at - rate * by).astype(old.dtype), params, wide, directions)
+        return Update(new, OptimizerState(updates, moments), grad_norm, rate)
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """Return the learning rate of optimizer update number `step`, counted from 1, for logs.
+
+    Warm-up is linear: update n of `warmup_steps` W uses peak * n / W, so the first one already moves. After it, with
+    t = (n - W) / (decay_steps - W) in [0, 1]: `constant` peak; `linear` peak + (min - peak) t; `cosine`
+    min + (peak - min) (1 + cos(pi t)) / 2. It stays at `min_learning_rate` after `decay_steps`.
+    """
+    return float(_schedule(config, jnp.asarray(step, jnp.int32)))
+
+
+def clip_by_global_norm(grads: Any, max_norm: float | None) -> tuple[Any, Float[Array, ""]]:
+    """Scale the gradients to global norm `max_norm` where they exceed it; return them with the norm they had.
+
+    None never clips (arXiv:1211.5063 algorithm 1).
+    """
+    norm = optax.tree_utils.tree_norm(grads)
+    if max_norm is None:
+        return grads, norm
+    scale = jnp.where(norm > max_norm, max_norm / norm, 1.0)
+    return jax.tree.map(lambda grad: grad * scale, grads), norm
+
+
+def _schedule(config: OptimizerConfig, step: Int[Array, ""]) -> Float[Array, ""]:
+    peak, lowest, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
+    step = step.astype(jnp.float32)
+    after = jnp.asarray(peak, jnp.float32)
+    if config.schedule != "constant":
+        assert config.decay_steps is not None
+        part = jnp.clip((step - warmup) / (config.decay_steps - warmup), 0.0, 1.0)
+        left = 1.0 - part if config.schedule == "linear" else 0.5 * (1.0 + jnp.cos(jnp.pi * part))
+        after = lowest + (peak - lowest) * left
+    return jnp.where(step < warmup, peak * step / max(warmup, 1), after)
+
+
+def _wide(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)

@@ -1,0 +1,71 @@
+"""The matrix product every linear layer and the language-model head share.
+
+Owns the types of the product: inputs in the compute dtype, sums in float32, and the same for both products of the
+backward pass. Refuses to own layers, parameters and shardings.
+
+Differentiating a bfloat16 product that returns float32 gives products of a float32 cotangent with a bfloat16
+operand, which backends run as float32 products. `matmul` casts the cotangent to the compute dtype first.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+_ROW_SPLIT = 8
+"""Inner length when rows are split in two dims before they are contracted; see `contract_rows`."""
+
+
+def product(x: Float[Array, "*rows k"], w: Float[Array, "k n"]) -> Float[Array, "*rows n"]:
+    """Multiply `x` by `w` in the dtype of `x`, with float32 sums and a float32 result. No custom derivative."""
+    return _dot(x, w.astype(x.dtype), x.ndim - 1, 0)
+
+
+def product_transposed(g: Float[Array, "*rows n"], w: Float[Array, "k n"]) -> Float[Array, "*rows k"]:
+    """Multiply `g` by the transpose of `w` in the dtype of `g`, with float32 sums and a float32 result."""
+    return _dot(g, w.astype(g.dtype), g.ndim - 1, 1)
+
+
+def contract_rows(x: Float[Array, "*rows k"], g: Float[Array, "*rows n"]) -> Float[Array, "k n"]:
+    """Sum the outer products of the rows of `x` and `g`, the weight gradient of `x @ w`, in float32.
+
+    `x` and `g` have the same dtype. The last row dim is split in two: XLA:CPU has fast bfloat16 kernels for a product
+    whose left side is row-major [k, rows], and brings a contraction over several dims into that form, but runs one
+    over a single leading dim in float32 (a factor 2 to 4). Other backends merge the dims again at no cost.
+
+    Rows of fewer than two dims are not split when their number is not a multiple of 8; the result is the same.
+    """
+    if x.shape[-2] % _ROW_SPLIT == 0 and x.shape[-2] > _ROW_SPLIT:
+        split = (*x.shape[:-2], x.shape[-2] // _ROW_SPLIT, _ROW_SPLIT)
+        x, g = x.reshape(*split, x.shape[-1]), g.reshape(*split, g.shape[-1])
+    rows = tuple(range(x.ndim - 1))
+    out = jax.lax.dot_general(x, g, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
+    # A transpose right after this product (a tied head) would be folded into it, and XLA:CPU then picks a bfloat16
+    # form that it cannot run ("Unsupported element type for DotThunk").
+    return out if x.dtype == jnp.float32 else jax.lax.optimization_barrier(out)
+
+
+@jax.custom_vjp
+def matmul(x: Float[Array, "*rows k"], w: Float[Array, "k n"]) -> Float[Array, "*rows n"]:
+    """Multiply activations by a weight: the result, and the products of the backward pass, in the dtype of `x`.
+
+    `w` is cast to the dtype of `x`; sums are float32. The gradient of `x` has the dtype of `x`; the gradient of `w` is
+    summed in float32 and returned in the dtype of `w`, so that float32 master weights get a float32 gradient.
+    Needs at least one row dim.
+    """
+    return product(x, w).astype(x.dtype)
+
+
+def _matmul_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    return matmul(x, w), (x, w)
+
+
+def _matmul_backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    x, w = residuals
+    return product_transposed(g, w).astype(x.dtype), contract_rows(x, g).astype(w.dtype)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _dot(x: Array, w: Array, x_dim: int, w_dim: int) -> Array:
+    return jax.lax.dot_general(x, w, (((x_dim,), (w_dim,)), ((), ())), preferred_element_type=jnp.float32)

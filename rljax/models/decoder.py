@@ -1,0 +1,236 @@
+"""The decoder: one forward pass for training, prefill and decode.
+
+Owns the parameters, their logical axes and the forward pass. Refuses to own sharding rules (mesh.py), losses and the
+sampler's schedule.
+
+Queries, keys and values of one key-value head are stored next to each other in one array, and so are the two halves of
+the gated MLP: one product where there would be three or two, and a tensor-parallel split that never cuts a group.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from rljax.matmul import matmul
+from rljax.mesh import DATA_AXES, constrain
+from rljax.models.arch import Arch
+from rljax.models.attention import attend, segment_mask
+from rljax.pytree import Params
+
+INIT_STD = 0.02
+
+
+class KeyValue(NamedTuple):
+    """Keys and values of one layer, or stacked over the layers along a leading dim."""
+
+    key: Float[Array, "*l b k t c"]
+    value: Float[Array, "*l b k t c"]
+
+
+class Block(nnx.Module):
+    """One transformer block, or a stack of them when `layers` gives the leading dim."""
+
+    def __init__(self, arch: Arch, rngs: nnx.Rngs, layers: int | None = None):
+        d, k, m, c, f = arch.embed_dim, arch.num_kv_heads, arch.queries_per_kv, arch.head_dim, arch.ffn_dim
+        size, name = ((), ()) if layers is None else ((layers,), ("layers",))
+        self.eps = arch.norm_eps
+        self.attn_norm = _ones((*size, d), (*name, "embed"))
+        self.qkv = _normal(rngs, (*size, d, k, m + 2, c), (*name, "embed", "kv_heads", "qkv", "head_dim"))
+        self.out = _normal(rngs, (*size, k, m, c, d), (*name, "kv_heads", "queries", "head_dim", "embed"))
+        self.mlp_norm = _ones((*size, d), (*name, "embed"))
+        self.gate_up = _normal(rngs, (*size, d, 2, f), (*name, "embed", "gate_up", "ffn"))
+        self.down = _normal(rngs, (*size, f, d), (*name, "ffn", "embed"))
+
+    def __call__(
+        self,
+        hidden: Float[Array, "b s d"],
+        rope: Float[Array, "b s c"],
+        positions: Int[Array, "b s"],
+        mask: Bool[Array, "b s t"],
+        cache: KeyValue | None,
+        dtype: jnp.dtype,
+    ) -> tuple[Float[Array, "b s d"], KeyValue]:
+        """Return the block's output, and the cache with these tokens written (without a cache: their keys and values)."""
+        qkv = project(rms_norm(hidden, self.attn_norm[...], self.eps).astype(dtype), self.qkv[...])
+        query, key = rotate(qkv[..., :-2, :], rope[:, :, None, None]), rotate(qkv[..., -2, :], rope[:, :, None])
+        fresh = KeyValue(jnp.swapaxes(key, 1, 2), jnp.swapaxes(qkv[..., -1, :], 1, 2))
+        seen = fresh if cache is None else KeyValue(*(write(*pair, positions) for pair in zip(cache, fresh, strict=True)))
+        hidden = hidden + project(attend(query, *seen, mask), self.out[...], inputs=3)
+        gate_up = project(rms_norm(hidden, self.mlp_norm[...], self.eps).astype(dtype), self.gate_up[...])
+        gated = jax.nn.silu(gate_up[..., 0, :].astype(jnp.float32)) * gate_up[..., 1, :]
+        return hidden + project(gated.astype(dtype), self.down[...]), seen
+
+
+class Decoder(nnx.Module):
+    """Token ids to final hidden states.
+
+    The blocks are stacked and scanned, so that compile time does not grow with depth; or, in the sampler's layout,
+    separate, so that a decode step reads each weight where it lies instead of first copying it out of the stack.
+    """
+
+    def __init__(self, arch: Arch, rngs: nnx.Rngs, stacked: bool = True):
+        self.arch = arch
+        self.embed = _normal(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"))
+        if stacked:
+            self.layers: Block | nnx.List[Block] = Block(arch, rngs, arch.num_layers)
+        else:
+            self.layers = nnx.List([Block(arch, rngs) for _ in range(arch.num_layers)])
+        self.final_norm = _ones((arch.embed_dim,), ("embed",))
+        if not arch.tie_embeddings:
+            self.head = _normal(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"))
+
+    @property
+    def head_table(self) -> Float[Array, "v d"]:
+        """The output head, one row per token; the embedding table itself when they are tied."""
+        return (self.embed if self.arch.tie_embeddings else self.head)[...]
+
+    def __call__(
+        self,
+        tokens: Int[Array, "b s"],
+        positions: Int[Array, "b s"],
+        segments: Int[Array, "b s"],
+        cache: Sequence[KeyValue] | None = None,
+        *,
+        dtype: jnp.dtype,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "b s d"], KeyValue | tuple[KeyValue, ...]]:
+        """Return the normalised final hidden states, and per layer the keys and values.
+
+        Without a cache, a token sees the tokens of its own segment at its own or an earlier position; segment 0 is
+        padding, whose outputs are finite and mean nothing. With a cache (one entry per block, separate layout only)
+        these tokens are written at their positions first, and each sees all positions up to its own. Products are made
+        in `dtype` with float32 sums, everything between them in float32. `remat` recomputes every block in the
+        backward pass.
+        """
+        rope = rope_table(self.arch, positions)
+        if cache is None:
+            mask = segment_mask(positions, segments)
+        else:
+            mask = jnp.arange(cache[0].key.shape[2])[None, None, :] <= positions[:, :, None]
+        hidden = jnp.take(self.embed[...], tokens, axis=0).astype(jnp.float32)
+        hidden = constrain(hidden, DATA_AXES, "context")
+        if isinstance(self.layers, Block):
+            graph, stacked = nnx.split(self.layers)
+
+            def block(hidden: Array, state: Any) -> tuple[Array, KeyValue]:
+                hidden, seen = nnx.merge(graph, state)(hidden, rope, positions, mask, None, dtype)
+                return constrain(hidden, DATA_AXES, "context"), seen
+
+            hidden, seen = jax.lax.scan(jax.checkpoint(block) if remat else block, hidden, stacked)
+        else:
+            seen = []
+            for index, layer in enumerate(self.layers):
+                hidden, layer_seen = layer(hidden, rope, positions, mask, None if cache is None else cache[index], dtype)
+                seen.append(layer_seen)
+            seen = tuple(seen)
+        return rms_norm(hidden, self.final_norm[...], self.arch.norm_eps).astype(dtype), seen
+
+
+def write(
+    cache: Float[Array, "b k t c"], fresh: Float[Array, "b k s c"], positions: Int[Array, "b s"]
+) -> Float[Array, "b k t c"]:
+    """Return the cache with each row's new entries at their positions."""
+    rows, heads = jnp.arange(cache.shape[0])[:, None, None], jnp.arange(cache.shape[1])[None, :, None]
+    # All indexed dims lead, so that XLA scatters in place instead of transposing the cache. XLA:CPU scatters bfloat16 by
+    # converting the whole cache to float32 and back, so bfloat16 entries travel as integers.
+    at = (rows, heads, positions[:, None, :])
+    fresh = fresh.astype(cache.dtype)
+    if cache.dtype != jnp.bfloat16:
+        return cache.at[at].set(fresh)
+    as_bits = jax.lax.bitcast_convert_type
+    return as_bits(as_bits(cache, jnp.uint16).at[at].set(as_bits(fresh, jnp.uint16)), jnp.bfloat16)
+
+
+def logits(decoder: Decoder, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
+    """Return float32 logits of every vocabulary entry."""
+    return jnp.einsum("...d,vd->...v", hidden, decoder.head_table, preferred_element_type=jnp.float32)
+
+
+def project(x: Array, weight: Array, inputs: int = 1) -> Array:
+    """Contract the last `inputs` dims of x with the first ones of weight, as one matrix product."""
+    rows, out = x.shape[: x.ndim - inputs], weight.shape[inputs:]
+    flat = matmul(x.reshape(*rows, -1), weight.reshape(-1, _size(out)))
+    return flat.reshape(*rows, *out)
+
+
+def rms_norm(x: Float[Array, "*b d"], scale: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
+    """Return x / rms(x) * scale over the last dim (arXiv:1910.07467 eq. 4)."""
+    normal = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return normal * scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def rope_table(arch: Arch, positions: Int[Array, "b s"]) -> Float[Array, "b s c"]:
+    """Return cosines then sines of each position's angles, half the channels each."""
+    angles = positions[..., None].astype(jnp.float32) * arch.rope.inverse_frequencies(arch.head_dim)[None, None]
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def rotate(x: Float[Array, "*b c"], table: Float[Array, "*a c"]) -> Float[Array, "*b c"]:
+    """Rotate channel i with channel i + c/2 by the table's angles (arXiv:2104.09864 eq. 34, half layout)."""
+    cos, sin = jnp.split(table, 2, axis=-1)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+@cache
+def _blueprint(arch: Arch, stacked: bool = True) -> tuple[Any, Any]:
+    """Return the module's graph definition and its abstract parameters with their metadata."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(arch, nnx.Rngs(0), stacked)))
+
+
+def merge(arch: Arch, params: Params) -> Decoder:
+    """Return the decoder made of `params`, a nested dict of arrays; stacked or, as `unstack` returns them, separate."""
+    return nnx.merge(_blueprint(arch, "qkv" in params["layers"])[0], params)
+
+
+def unstack(params: Params) -> Params:
+    """Return the parameters with one entry per block, the sampler's layout."""
+    layers = params["layers"]
+    count = len(jax.tree.leaves(layers)[0])
+    return {**params, "layers": {i: jax.tree.map(lambda leaf: leaf[i], layers) for i in range(count)}}  # noqa: B023
+
+
+def abstract_params(arch: Arch, dtype: jnp.dtype = jnp.dtype("float32")) -> Params:
+    """Return shapes and types of all parameters, as the nested dict that `merge` takes."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), nnx.to_pure_dict(_blueprint(arch)[1]))
+
+
+def logical_axes(arch: Arch) -> dict[str, Any]:
+    """Return the logical axis names of every parameter, in the shape of `abstract_params`."""
+    return nnx.to_pure_dict(
+        jax.tree.map(
+            lambda variable: variable.replace(variable.get_metadata()["axes"]),
+            _blueprint(arch)[1],
+            is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+        )
+    )
+
+
+def init_params(arch: Arch, seed: int) -> Params:
+    """Return random float32 parameters: normal weights of standard deviation 0.02, unit norms."""
+    return nnx.to_pure_dict(nnx.split(Decoder(arch, nnx.Rngs(seed)))[1])
+
+
+def count(arch: Arch) -> int:
+    """Return the number of parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(arch)))
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    return nnx.Param(jax.random.normal(rngs.params(), shape) * INIT_STD, axes=axes)
+
+
+def _ones(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    return nnx.Param(jnp.ones(shape), axes=axes)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size

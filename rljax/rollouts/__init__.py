@@ -1,0 +1,1 @@
+"""Collecting, keeping and admitting rollouts, and publishing weights to the sampler."""

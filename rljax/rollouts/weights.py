@@ -1,0 +1,41 @@
+"""Publishing: the learner's parameters become the sampler's.
+
+Owns the compiled copy from the learner's layout (split over `fsdp`, master type) into the sampler's (whole on every
+data shard, one array per block, sampling type), and nothing else. It is a copy, made inside the mesh.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rljax.mesh import SAMPLER_RULES, param_shardings
+from rljax.models.arch import Arch
+from rljax.models.decoder import abstract_params, logical_axes, unstack
+from rljax.pytree import Params
+
+
+def publisher(arch: Arch, mesh: Mesh, dtype: Any) -> Callable[[Params], Params]:
+    """Return the compiled function from the learner's parameters to the sampler's.
+
+    Args:
+        arch: The model.
+        mesh: Devices that both layouts lie on.
+        dtype: Type of the sampler's parameters.
+
+    Raises:
+        ValueError: a dim does not divide over `mesh.tensor`.
+    """
+    stacked = param_shardings(mesh, abstract_params(arch), logical_axes(arch), SAMPLER_RULES)
+    layout = {**stacked, "layers": {i: jax.tree.map(_without_layer_dim, stacked["layers"]) for i in range(arch.num_layers)}}
+
+    def publish(params: Params) -> Params:
+        return unstack(jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params))
+
+    return jax.jit(publish, out_shardings=layout)
+
+
+def _without_layer_dim(stacked: Any) -> Any:
+    return jax.sharding.NamedSharding(stacked.mesh, jax.sharding.PartitionSpec(*stacked.spec[1:]))

@@ -1,0 +1,1 @@
+"""What a run tells people and files: metrics, their sinks, and the live view."""

@@ -1,0 +1,186 @@
+"""Small Llama models made by the reference library, and what both sides compute from the same token ids."""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+from rljax.models import decoder
+from rljax.models.arch import Arch
+from rljax.models.hf import open_hf
+from rljax.models.layout import fill
+from rljax.pytree import Params
+
+VOCAB = 97
+F32 = jnp.dtype("float32")
+
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.15,  # large enough that attention is far from uniform
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "multi-head": {"num_key_value_heads": 4},
+    "one-kv-head": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "wide-heads": {"head_dim": 32},
+    "narrow-heads": {"head_dim": 8, "tie_word_embeddings": True},
+    "llama3-rope": {"rope_parameters": LLAMA3_ROPE},
+    "linear-rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 4.0}},
+}
+
+
+def make_llama(**changes: Any) -> transformers.LlamaForCausalLM:
+    """Make a random model; norm scales too, so that leaving one out shows."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TINY, **changes})).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.add_(torch.randn_like(weight) * 0.2)
+    return model
+
+
+def save_llama(directory: Path, shard_size: str = "1GB", **changes: Any) -> transformers.LlamaForCausalLM:
+    """Save a random model with a small tokenizer and return it."""
+    model = make_llama(**changes)
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    for name, content in tokenizer_files().items():
+        (directory / name).write_bytes(content)
+    return model
+
+
+def tokenizer_files(size: int = VOCAB) -> dict[str, bytes]:
+    """Return the files of a word tokenizer with `size` ids, and a chat template."""
+    names = ["<unk>", "<s>", "</s>", *(f"w{index}" for index in range(3, size))]
+    special = [
+        {"id": index, "content": name, "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        for index, name in enumerate(names[:3])
+    ]
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {name: index for index, name in enumerate(names)}, "unk_token": "<unk>"},
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "chat_template": "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}",
+    }
+    return {
+        "tokenizer.json": json.dumps(tokenizer).encode(),
+        "tokenizer_config.json": json.dumps(settings).encode(),
+        "generation_config.json": b'{"bos_token_id": 1,   "eos_token_id": [2, 0]}',
+    }
+
+
+def load_hf(directory: Path) -> tuple[Arch, Params]:
+    """Load a folder in the way `convert` does, without writing a checkpoint."""
+    model = open_hf(directory)
+    params, notices = fill(model, np.dtype("float32"))
+    assert not notices
+    return model.arch, params
+
+
+def random_ids(*shape: int, vocab: int = VOCAB, seed: int = 0) -> np.ndarray:
+    """Return random token ids, without the special ones."""
+    return np.random.default_rng(seed).integers(3, vocab, shape)
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(arch: Arch, params: Params, ids: Any, positions: Any, segments: Any) -> Any:
+    model = decoder.merge(arch, params)
+    return decoder.logits(model, model(ids, positions, segments, dtype=F32)[0])
+
+
+def our_logits(arch: Arch, params: Params, ids: np.ndarray, positions: Any = None, segments: Any = None) -> np.ndarray:
+    """Return our float32 logits [b, s, v]."""
+    ids = jnp.asarray(ids, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape) if positions is None else positions
+    segments = jnp.ones_like(ids) if segments is None else segments
+    return np.asarray(_logits(arch, params, ids, jnp.asarray(positions, jnp.int32), jnp.asarray(segments, jnp.int32)))
+
+
+def their_logits(model: transformers.LlamaForCausalLM, ids: np.ndarray) -> np.ndarray:
+    """Return the reference's float32 logits [b, s, v]."""
+    with torch.no_grad():
+        return model(torch.tensor(ids)).logits.float().numpy()
+
+
+def their_greedy(model: transformers.LlamaForCausalLM, prompt: Sequence[int], steps: int) -> list[int]:
+    """Return the reference's most likely continuation, end tokens not heeded."""
+    fed, past, tokens = torch.tensor([list(prompt)]), None, []
+    with torch.no_grad():
+        for _ in range(steps):
+            out = model(fed, past_key_values=past, use_cache=True)
+            past, fed = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            tokens.append(int(fed))
+    return tokens
+
+
+@partial(jax.jit, static_argnums=(0, 5))
+def _continue(arch: Arch, params: Params, cache: Any, token: Any, positions: Any, steps: int) -> Any:
+    """Decode `steps` tokens per row, each row from its own position on."""
+    model = decoder.merge(arch, params)
+
+    def step(carry: Any, _: Any) -> Any:
+        cache, token, positions = carry
+        hidden, cache = model(token[:, None], positions[:, None], jnp.ones_like(token)[:, None], cache, dtype=F32)
+        scores = decoder.logits(model, hidden[:, 0])
+        return (cache, scores.argmax(-1).astype(jnp.int32), positions + 1), (token, scores)
+
+    _, (tokens, scores) = jax.lax.scan(step, (cache, token, positions), length=steps)
+    return tokens.T, scores
+
+
+def our_greedy(arch: Arch, params: Params, prompts: Sequence[Sequence[int]], steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return our most likely continuations [b, n] and the logits [b, n, v] after each of them, decoded with a cache."""
+    lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
+    width = int(lengths.max())
+    ids = jnp.array([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], jnp.int32)
+    columns = jnp.arange(width, dtype=jnp.int32)[None]
+    valid = columns < lengths[:, None]
+    separate = decoder.unstack(jax.tree.map(jnp.asarray, params))
+    model = decoder.merge(arch, separate)
+    hidden, seen = model(ids, jnp.where(valid, columns, 0), valid.astype(jnp.int32), dtype=F32)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    token = decoder.logits(model, last).argmax(-1).astype(jnp.int32)
+    cache = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, 0), (0, steps), (0, 0))), seen)
+    tokens, scores = _continue(arch, separate, cache, token, lengths, steps)
+    return np.asarray(tokens), np.asarray(scores).swapaxes(0, 1)

@@ -1,0 +1,111 @@
+"""The options, and the rules between them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rljax.config import Config, OptimizerConfig, Section
+
+
+def broken(**sections: dict[str, Any]) -> list[str]:
+    with pytest.raises(ValidationError) as caught:
+        Config.model_validate(sections)
+    return [line for error in caught.value.errors() for line in error["msg"].removeprefix("Value error, ").split("\n")]
+
+
+def test_the_defaults_keep_the_rules() -> None:
+    config = Config()
+    assert config.mini_batch_size == config.train.rollout_batch_size
+    assert config.updates_per_batch == 1
+    assert config.pack_length == config.sampler.max_prompt_length + config.sampler.max_completion_length
+    assert config.sampler.cache_positions == config.pack_length
+
+
+def test_every_option_has_a_sentence() -> None:
+    for name, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, Section), name
+        assert field.annotation.__doc__
+        for option, declared in field.annotation.model_fields.items():
+            assert declared.description, f"{name}.{option}"
+            assert declared.description.endswith("."), f"{name}.{option}"
+
+
+def test_a_configuration_is_frozen_and_closed() -> None:
+    config = Config()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train.steps = 3
+    assert broken(train={"step": 3}) == ["Extra inputs are not permitted"]
+    assert len(broken(train={"steps": True}, optimizer={"learning_rate": "1e-5"})) == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"train": {"mini_batch_size": 3}}, ["train.rollout_batch_size (8)", "train.mini_batch_size (3)"]),
+        ({"train": {"mini_batch_size": 16}}, ["train.rollout_batch_size (8)", "train.mini_batch_size (16)"]),
+        ({"sampler": {"slots": 9}}, ["sampler.slots (9)", "algorithm.num_generations (8)"]),
+        ({"algorithm": {"num_iterations": 3}, "checkpoint": {"every": 9}}, ["train.steps (100)", "algorithm.num_iterations"]),
+        ({"algorithm": {"num_iterations": 4}}, ["checkpoint.every (10)", "algorithm.num_iterations"]),
+        ({"train": {"mini_batch_size": 4}, "eval": {"every": 3}}, ["eval.every (3)", "train.mini_batch_size"]),
+        ({"train": {"pack_length": 100}}, ["train.pack_length (100)", "sampler.max_prompt_length", "max_completion_length"]),
+        ({"sampler": {"cache_length": 200}}, ["sampler.cache_length (200)", "sampler.max_prompt_length (128)"]),
+        ({"mesh": {"fsdp": 0}}, ["mesh.fsdp"]),
+        ({"data": {"source": "file"}}, ["data.source", "data.path"]),
+        ({"data": {"source": "file", "path": "a"}, "eval": {"every": 10}}, ["eval.every", "eval.path"]),
+        ({"data": {"path": "a"}}, ["data.path", "data.source"]),
+        ({"eval": {"path": "a"}}, ["eval.path", "data.source"]),
+        ({"data": {"num_tasks": 4}}, ["data.num_tasks (4)", "train.rollout_batch_size (8)"]),
+        ({"sampler": {"temperature": 0}}, ["sampler.temperature"]),
+        ({"optimizer": {"decay_steps": 9}}, ["optimizer.decay_steps", "optimizer.schedule"]),
+        ({"optimizer": {"min_learning_rate": 1e-9}}, ["optimizer.min_learning_rate", "optimizer.schedule"]),
+        ({"optimizer": {"schedule": "cosine"}}, ["optimizer.schedule", "optimizer.decay_steps"]),
+        (
+            {"optimizer": {"schedule": "linear", "decay_steps": 9, "warmup_steps": 9}},
+            ["optimizer.decay_steps (9)", "optimizer.warmup_steps (9)"],
+        ),
+        (
+            {"optimizer": {"schedule": "linear", "decay_steps": 9, "min_learning_rate": 1.0}},
+            ["optimizer.min_learning_rate (1.0)", "optimizer.learning_rate"],
+        ),
+    ],
+)
+def test_a_broken_rule_names_its_options(sections: dict[str, dict[str, Any]], named: list[str]) -> None:
+    (message,) = broken(**sections)
+    for name in named:
+        assert name in message
+
+
+def test_all_broken_rules_are_told_together() -> None:
+    assert len(broken(train={"mini_batch_size": 3}, sampler={"slots": 9, "temperature": 0}, data={"num_tasks": 4})) == 4
+
+
+def test_the_hash_changes_with_what_decides_the_parameters_and_with_nothing_else() -> None:
+    def hash_of(**sections: dict[str, Any]) -> str:
+        return Config.model_validate(sections).hash()
+
+    same = Config().hash()
+    assert hash_of(optimizer={"learning_rate": 2e-6}) != same
+    assert hash_of(run={"seed": 1}) != same
+    assert hash_of(env={"options": {"operations": ["add"]}}) != same
+    assert hash_of(train={"rollout_batch_size": 4}) != same
+    assert hash_of(run={"dir": "elsewhere"}, train={"steps": 200}, mesh={"fsdp": 8}, telemetry={"live": "off"}) == same
+    assert hash_of(checkpoint={"every": 20}, eval={"every": 10}, env={"workers": 7}, sampler={"slots": 128}) == same
+
+
+def test_the_resolved_configuration_survives_json() -> None:
+    config = Config.model_validate(
+        {
+            "run": {"dir": Path("a b")},
+            "optimizer": {"max_grad_norm": None, "learning_rate": 1e-5},
+            "env": {"options": {"x": [1, "y"]}},
+        }
+    )
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_section_alone_checks_its_own_rules() -> None:
+    with pytest.raises(ValidationError, match=r"optimizer\.decay_steps"):
+        OptimizerConfig(schedule="cosine")
