@@ -7,7 +7,7 @@ arrays mean, and where a run continues.
 
     run/checkpoints/
         .lock                    held by the one run that may write here; the system releases it when that run dies
-        saving-00000030/         being written; swept at the next start or save when its writer died
+        saving-00000030.1/       being written; swept at the next start or save when its writer died
         step-00000020/           committed: the rename from saving-* is the commit
             arrays/              Orbax (OCDBT), one array per leaf of the tree
             manifest.json        RunMeta, every leaf, size and SHA-256 of every file, and a digest of itself
@@ -61,7 +61,7 @@ from rljax.records import RunMeta
 _ARRAYS = "arrays"
 _PARAMS = "params"
 _STEP = re.compile(r"step-(\d{8,})")
-_UNFINISHED = re.compile(r"(saving|deleting)-\d{8,}")
+_UNFINISHED = re.compile(r"saving-\d{8,}\.\d+|deleting-\d{8,}")
 
 _log = logging.getLogger(__name__)
 
@@ -132,6 +132,7 @@ class CheckpointStore:
         self._keep = keep
         self._lock: int | None = None
         self._pending: Future[None] | None = None
+        self._tries = 0
         if _is_primary():
             with storage_errors(f"the checkpoint directory {self.directory} cannot be used"):
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -184,7 +185,9 @@ class CheckpointStore:
             raise ValueError(f"step {step} is not newer than the checkpoint of step {self._newest} in {self.directory}")
         leaves = live_leaves(arrays)
         body = {"meta": dataclasses.asdict(meta), "leaves": describe(leaves)}
-        folder = self.directory / f"saving-{step:08d}"
+        # A name of its own for every try: writers of a failed one may still be at work when the step is saved again.
+        self._tries += 1
+        folder = self.directory / f"saving-{step:08d}.{self._tries}"
         with storage_errors(_save_failure(step)):
             fault_point("checkpoint.begin")
             if _is_primary():

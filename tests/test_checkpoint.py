@@ -308,6 +308,11 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+# The other writes of a failed save end after Orbax has closed the event loop that waited for them.
+late_writes = pytest.mark.filterwarnings("ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning")
+
+
+@late_writes
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_failed_write_is_told_at_the_next_check_and_costs_nothing_older(tmp_path: Path, keep: int) -> None:
     saved = save_steps(tmp_path, 2)
@@ -320,13 +325,13 @@ def test_a_failed_write_is_told_at_the_next_check_and_costs_nothing_older(tmp_pa
         with pytest.raises(StorageError, match=r"checkpoint of step 4 could not be saved: .*File too large"):
             store.check()
         store.check()  # told once
-        assert sorted(os.listdir(tmp_path)) == [".lock", "step-00000002"]
+        assert [name for name in os.listdir(tmp_path) if name.startswith("step-")] == ["step-00000002"]
         restored = store.restore(abstract_of(state))
         assert restored is not None
         assert bits(restored.arrays) == saved[2]
         store.save(4, state, meta_of(4))  # the same step, once there is room
         store.wait()
-        assert store.latest() == 4
+        assert sorted(os.listdir(tmp_path)) == [".lock", *["step-00000002"][: keep - 1], "step-00000004"]
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "close"])
@@ -362,6 +367,7 @@ def test_a_failed_deletion_is_told_and_finished_by_the_next_save(tmp_path: Path,
     assert sorted(os.listdir(tmp_path)) == [".lock", "step-00000006"]
 
 
+@late_writes
 def test_a_full_disk_is_told_and_the_run_recovers_when_there_is_room(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -408,8 +414,8 @@ def test_what_ended_the_run_is_not_hidden_by_a_failed_save(tmp_path: Path, monke
 
 
 def test_the_newest_are_kept_and_only_leftovers_of_ours_are_swept(tmp_path: Path) -> None:
-    foreign = ["notes", "saving-notes", "step-best", "saving-1"]
-    for name in [*foreign, "saving-00000006", "deleting-00000001"]:
+    foreign = ["notes", "saving-notes", "step-best", "saving-1", "saving-00000001"]
+    for name in [*foreign, "saving-00000006.3", "deleting-00000001"]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
     saved = save_steps(tmp_path, 2, 4, 6, 8, keep=2)

@@ -72,7 +72,7 @@ def test_files_are_durable_before_the_name_says_so(tmp_path: Path) -> None:
         pytest.skip("strace may not trace here")
     assert result.returncode == 0, result.stderr
     lines = [line for line in trace.read_text().splitlines() if "resumed>" not in line]
-    saving, step = directory / "saving-00000002", directory / "step-00000002"
+    saving, step = directory / "saving-00000002.1", directory / "step-00000002"
 
     def line_of(call: str, *parts: str) -> int:
         return next(n for n, line in enumerate(lines) if call in line and all(part in line for part in parts))

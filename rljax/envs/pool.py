@@ -93,6 +93,11 @@ class _Worker:
     in_flight: deque[_Request] = field(default_factory=deque)  # handed over; it works on the first
     episodes: set[_Episode] = field(default_factory=set)
 
+    @property
+    def busy(self) -> bool:
+        """Whether it works on something that somebody waits for."""
+        return any(request.kind != "close" for request in self.in_flight)
+
     def __str__(self) -> str:
         return f"environment worker {self.slot} (pid {self.process.pid})"
 
@@ -237,7 +242,7 @@ class LocalPool:
         self._closed = True
         try:
             end = time.monotonic() + CLOSE_TIMEOUT
-            idle = [w for w in self._workers if w.state in ("ready", "retiring") and w.episodes and not w.in_flight]
+            idle = [w for w in self._workers if w.state in ("ready", "retiring") and w.episodes and not w.busy]
             for worker in idle:
                 worker.process.finish()
             for worker in idle:

@@ -2,7 +2,7 @@
 
 Owns the screen. Refuses to own numbers: it is one more sink of the metrics that are logged anyway.
 
-    loop --write(step, values)--> LiveView --4 times a second--> terminal
+    loop --write(step, values)--> LiveView --twice a second--> terminal
     clock.phase ------------------^
 """
 
@@ -134,7 +134,7 @@ class LiveView:
         self._live = live = Live(
             get_renderable=self._view,
             console=self._console,
-            refresh_per_second=4,
+            refresh_per_second=2,
             redirect_stdout=self._stream is sys.stdout,
             redirect_stderr=above,
             vertical_overflow="crop",
@@ -158,7 +158,7 @@ class LiveView:
         return "  ".join(parts)
 
     def _view(self) -> Group:
-        """Draw the view; called by rich from its own thread, several times a second."""
+        """Draw the view; called by rich from its own thread, twice a second."""
         with self._lock:
             return Group(self._head(), self._numbers(), self._split())
 

@@ -56,6 +56,13 @@ class Clock:
             self._count()
             self._open.pop()
 
+    def reassign(self, seconds: float, name: Bucket) -> None:
+        """Count the last `seconds` of the open bucket to another one, for work that is only known about afterwards."""
+        self._count()
+        moved = min(int(seconds * NANOSECONDS), self._spent[self.phase])
+        self._spent[self.phase] -= moved
+        self._spent[name] += moved
+
     def take(self) -> dict[Bucket, float]:
         """Return the seconds per bucket since the last `take` (or the start); their sum is the wall time."""
         self._count()

@@ -38,8 +38,8 @@ def make() -> TaskMaker:
 def test_a_task_reads_like_this() -> None:
     assert task_maker("arithmetic", {"operations": {"add": 1.0}})(17, "train") == Task(
         id="arithmetic/train/17",
-        messages=({"role": "user", "content": "What is 8 + 8? Answer with just the number."},),
-        answer="16",
+        messages=({"role": "user", "content": "What is 5 + 5? Answer with just the number."},),
+        answer="10",
         metadata={"operation": "add"},
     )
 
@@ -134,7 +134,8 @@ def test_tasks_are_equal_in_another_process(make: TaskMaker) -> None:
         "import json, random; random.seed(5); random.random()\n"
         "from rljax.envs.base import task_maker\n"
         "make = task_maker('arithmetic', {})\n"
-        "print(json.dumps([[make(i, s).messages[0]['content'], make(i, s).answer] for s in ('train', 'eval') for i in range(40)]))"
+        "tasks = [make(i, s) for s in ('train', 'eval') for i in range(40)]\n"
+        "print(json.dumps([[task.messages[0]['content'], task.answer] for task in tasks]))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONHASHSEED": "123"}
     theirs = json.loads(
@@ -156,9 +157,9 @@ def test_weights_are_shares_whatever_their_order() -> None:
 def test_a_space_too_small_to_split_is_refused() -> None:
     """Comparing all ten digits is a single problem, which is on one side only."""
     make = task_maker("arithmetic", {"operations": {"largest": 1}, "largest_digits": 1, "largest_count": 10})
+    assert make(0, "train").answer == "9"
     with pytest.raises(ValueError, match=r"env\.options: 'largest' has too few problems"):
-        for split in ("train", "eval"):
-            make(0, split)
+        make(0, "eval")
 
 
 def test_options_are_frozen() -> None:

@@ -21,14 +21,14 @@ def test_names_and_places_resolve_to_classes() -> None:
         ("", "package.module:Class"),
         ("no_such_package.envs:World", "importing 'no_such_package.envs' failed"),
         ("rljax.envs.arithmetic:Aritmetic", "did you mean 'Arithmetic'"),
-        ("rljax.records:Task", "lacks Options (a subclass of rljax.config.Section), reset, step, close"),
+        ("rljax.records:Task", "lacks reset, step, close, Options (a subclass of rljax.config.Section)"),
         ("json:dumps", "lacks"),
     ],
 )
 def test_a_wrong_name_is_refused_with_what_would_be_right(name: str, told: str) -> None:
     with pytest.raises(ValueError, match=r"env\.name") as caught:
         resolve(name)
-    assert all(word in str(caught.value) for word in told.split(", "))
+    assert told in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_wrong_name_is_refused_with_what_would_be_right(name: str, told: str) 
     ],
 )
 def test_a_wrong_option_is_named_with_its_remedy(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"env\.options") as caught:
         parse_options("arithmetic", options)
     assert told in str(caught.value)
 

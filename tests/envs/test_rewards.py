@@ -102,7 +102,7 @@ def test_exact_and_format_look_at_the_whole_text(text: str, is_exact: float, is_
 def test_the_reward_is_the_weighted_sum_and_every_component_is_kept() -> None:
     reward, parts = judge(gold=7, prediction="8", weights={"last_number": 1.0, "exact": 0.5, "format": 0.25})
     assert (reward, parts) == (0.25, {"last_number": 0.0, "exact": 0.0, "format": 1.0})
-    reward, parts = judge(gold=7, prediction="so 7", weights={"last_number": 2})
+    reward, parts = judge(gold=7, prediction="so 7", weights={"last_number": 2.0})
     assert (reward, parts) == (2.0, {"last_number": 1.0, "exact": 0.0, "format": 0.0})
     with pytest.raises(ValueError, match="'style'"):
         judge(gold=7, prediction="7", weights={"style": 1.0})

@@ -25,7 +25,7 @@ TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
@@ -47,11 +47,9 @@ LLAMA3_ROPE = {
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
-    "multi-head": {"num_key_value_heads": 4},
-    "one-kv-head": {"num_key_value_heads": 1},
-    "tied": {"tie_word_embeddings": True},
-    "wide-heads": {"head_dim": 32},
-    "narrow-heads": {"head_dim": 8, "tie_word_embeddings": True},
+    "multi-head-tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "wide-heads-one-kv": {"head_dim": 32, "num_key_value_heads": 1},
+    "narrow-heads-tied": {"head_dim": 8, "tie_word_embeddings": True},
     "llama3-rope": {"rope_parameters": LLAMA3_ROPE},
     "linear-rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 4.0}},
 }
@@ -145,19 +143,23 @@ def their_logits(model: transformers.LlamaForCausalLM, ids: np.ndarray) -> np.nd
 
 def their_greedy(model: transformers.LlamaForCausalLM, prompt: Sequence[int], steps: int) -> list[int]:
     """Return the reference's most likely continuation, end tokens not heeded."""
-    fed, past, tokens = torch.tensor([list(prompt)]), None, []
+    ids = torch.tensor([list(prompt)])
+    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)  # without an end token
     with torch.no_grad():
-        for _ in range(steps):
-            out = model(fed, past_key_values=past, use_cache=True)
-            past, fed = out.past_key_values, out.logits[:, -1:].argmax(-1)
-            tokens.append(int(fed))
-    return tokens
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps)
+    return out[0, ids.shape[1] :].tolist()
 
 
-@partial(jax.jit, static_argnums=(0, 5))
-def _continue(arch: Arch, params: Params, cache: Any, token: Any, positions: Any, steps: int) -> Any:
-    """Decode `steps` tokens per row, each row from its own position on."""
-    model = decoder.merge(arch, params)
+@partial(jax.jit, static_argnums=(0, 4))
+def _greedy(arch: Arch, params: Params, ids: Any, lengths: Any, steps: int) -> Any:
+    """Prefill the right-padded prompts, then decode `steps` tokens per row, each row from its own position on."""
+    model = decoder.merge(arch, decoder.unstack(params))
+    columns = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    valid = columns < lengths[:, None]
+    hidden, seen = model(ids, jnp.where(valid, columns, 0), valid.astype(jnp.int32), dtype=F32)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    first = decoder.logits(model, last).argmax(-1).astype(jnp.int32)
+    cache = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, 0), (0, steps), (0, 0))), seen)
 
     def step(carry: Any, _: Any) -> Any:
         cache, token, positions = carry
@@ -165,22 +167,14 @@ def _continue(arch: Arch, params: Params, cache: Any, token: Any, positions: Any
         scores = decoder.logits(model, hidden[:, 0])
         return (cache, scores.argmax(-1).astype(jnp.int32), positions + 1), (token, scores)
 
-    _, (tokens, scores) = jax.lax.scan(step, (cache, token, positions), length=steps)
-    return tokens.T, scores
+    _, (tokens, scores) = jax.lax.scan(step, (cache, first, lengths), length=steps)
+    return tokens.T, jnp.swapaxes(scores, 0, 1)
 
 
 def our_greedy(arch: Arch, params: Params, prompts: Sequence[Sequence[int]], steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Return our most likely continuations [b, n] and the logits [b, n, v] after each of them, decoded with a cache."""
-    lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
-    width = int(lengths.max())
+    width = max(len(prompt) for prompt in prompts)
     ids = jnp.array([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], jnp.int32)
-    columns = jnp.arange(width, dtype=jnp.int32)[None]
-    valid = columns < lengths[:, None]
-    separate = decoder.unstack(jax.tree.map(jnp.asarray, params))
-    model = decoder.merge(arch, separate)
-    hidden, seen = model(ids, jnp.where(valid, columns, 0), valid.astype(jnp.int32), dtype=F32)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    token = decoder.logits(model, last).argmax(-1).astype(jnp.int32)
-    cache = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, 0), (0, steps), (0, 0))), seen)
-    tokens, scores = _continue(arch, separate, cache, token, lengths, steps)
-    return np.asarray(tokens), np.asarray(scores).swapaxes(0, 1)
+    lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
+    tokens, scores = _greedy(arch, params, ids, lengths, steps)
+    return np.asarray(tokens), np.asarray(scores)

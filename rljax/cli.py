@@ -1,0 +1,260 @@
+"""The command line: one verb per thing rljax does, each a thin call of the function of the same name.
+
+Owns arguments, help, what is printed, and exit codes:
+
+    0 done    2 configuration or arguments    70 internal error    74 storage    75 stopped or worth retrying
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rljax import __version__
+from rljax.manifest import StorageError
+from rljax.recipe import describe, load, load_with_sources, render
+
+EXIT_DONE, EXIT_USAGE, EXIT_INTERNAL, EXIT_STORAGE, EXIT_RETRY, EXIT_INTERRUPTED = 0, 2, 70, 74, 75, 130
+
+_TOP = """\
+Reinforcement-learning post-training for language models in JAX.
+
+  rljax convert SmolLM2.gguf checkpoints/smollm2     make a checkpoint of a GGUF file or a Hugging Face folder
+  rljax sample checkpoints/smollm2                   talk to it
+  rljax eval recipe.toml                             score it on held-out tasks
+  rljax train recipe.toml                            train it; the same command resumes
+  rljax convert runs/my-run/model exported --to hf   take the result elsewhere
+"""
+
+_TRAIN = """\
+examples:
+  rljax train recipe.toml
+  rljax train recipe.toml train.steps=200 optimizer.learning_rate=5e-6     change options for this run
+  rljax train recipe.toml --dry-run                                        check everything short of compiling
+
+A run lives in its directory (run.dir). Stopped, killed or crashed, the same command continues it exactly; Ctrl-C saves
+first, a second Ctrl-C does not. See every option with `rljax config --describe`.
+"""
+
+_EVAL = """\
+examples:
+  rljax eval recipe.toml                                   the checkpoint named in the recipe
+  rljax eval recipe.toml --checkpoint runs/my-run/model    the trained model of a run
+  rljax eval recipe.toml eval.num_tasks=1000 --json
+"""
+
+_SAMPLE = """\
+examples:
+  rljax sample checkpoints/smollm2                          a conversation in the terminal
+  rljax sample runs/my-run/model --prompt "What is 3 + 4?"  one answer
+  rljax sample checkpoints/smollm2 --temperature 0          always the most likely token
+"""
+
+_CONVERT = """\
+examples:
+  rljax convert SmolLM2.gguf checkpoints/smollm2            GGUF, dequantised
+  rljax convert path/to/hf-folder checkpoints/llama         Hugging Face folder with safetensors
+  rljax convert runs/my-run/model exported --to hf          back to the Hugging Face format
+  rljax convert SmolLM2.gguf anywhere --dry-run             show the plan, write nothing
+"""
+
+_CONFIG = """\
+examples:
+  rljax config recipe.toml                          every option, and where its value comes from
+  rljax config recipe.toml train.steps=5 --json     the resolved options for another program
+  rljax config --describe                           what every option means
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return EXIT_USAGE
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return args.command(args)
+    except KeyboardInterrupt:
+        print("rljax: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except StorageError as error:
+        return _fail(error, EXIT_STORAGE, args.traceback)
+    except (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        return _fail(error, EXIT_USAGE, args.traceback)
+    except OSError as error:
+        return _fail(error, EXIT_STORAGE, args.traceback)
+    except Exception as error:
+        if type(error).__name__ == "EnvironmentFailure":  # its class is only importable with jax
+            return _fail(error, EXIT_RETRY, args.traceback)
+        traceback.print_exc()
+        print("rljax: internal error; please report it with the text above", file=sys.stderr)
+        return EXIT_INTERNAL
+
+
+def _fail(error: BaseException, code: int, with_traceback: bool) -> int:
+    if with_traceback:
+        traceback.print_exception(error)
+    print(f"rljax: {error}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("rljax", description=_TOP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"rljax {__version__}")
+    parser.set_defaults(command=None)
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    def verb(name: str, command: Callable[[argparse.Namespace], int], summary: str, epilog: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(
+            name, help=summary, description=summary, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        made.set_defaults(command=command)
+        made.add_argument("--traceback", action="store_true", help="show where an error came from")
+        return made
+
+    def recipe(made: argparse.ArgumentParser) -> None:
+        made.add_argument("recipe", nargs="?", help="TOML recipe; without one every option has its default")
+        made.add_argument("overrides", nargs="*", metavar="section.option=value", help="change options of the recipe")
+
+    train = verb("train", _train, "Train a model, or continue a run.", _TRAIN)
+    recipe(train)
+    train.add_argument("--dry-run", action="store_true", help="check everything short of compiling, and stop")
+
+    evaluate = verb("eval", _eval, "Score a checkpoint on held-out tasks.", _EVAL)
+    recipe(evaluate)
+    evaluate.add_argument("--checkpoint", type=Path, help="checkpoint to score (default: model.checkpoint)")
+    evaluate.add_argument("--json", action="store_true", help="print the result as one JSON line")
+
+    sample = verb("sample", _sample, "Talk to a checkpoint in the terminal.", _SAMPLE)
+    sample.add_argument("checkpoint", type=Path, help="checkpoint directory")
+    sample.add_argument("--prompt", help="say this, print the answer and stop (`-` reads it from standard input)")
+    sample.add_argument("--system", help="system message")
+    sample.add_argument("--temperature", type=float, default=0.7, help="0 takes the most likely token (default: 0.7)")
+    sample.add_argument("--max-tokens", type=int, default=256, help="longest answer in tokens (default: 256)")
+    sample.add_argument("--context", type=int, default=1024, help="longest conversation in tokens (default: 1024)")
+    sample.add_argument("--seed", type=int, help="make the draws repeatable")
+
+    convert = verb("convert", _convert, "Convert a model between formats, checked bit by bit.", _CONVERT)
+    convert.add_argument("source", type=Path, help="a .gguf file, a Hugging Face folder, or a checkpoint of rljax")
+    convert.add_argument("target", type=Path, help="folder to create")
+    convert.add_argument("--to", choices=("orbax", "hf"), help="target format (default: the other one)")
+    convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="type of the written parameters")
+    convert.add_argument("--shard-size", type=int, metavar="BYTES", help="largest safetensors file, with --to hf")
+    convert.add_argument("--overwrite", action="store_true", help="replace a model that is already there")
+    convert.add_argument("--dry-run", action="store_true", help="show the plan, write nothing")
+    convert.add_argument("--no-verify", action="store_true", help="skip reading back what was written")
+
+    config = verb("config", _config, "Show the resolved options and where each value comes from.", _CONFIG)
+    recipe(config)
+    config.add_argument("--json", action="store_true", help="print the options as JSON")
+    config.add_argument("--describe", action="store_true", help="explain every option instead")
+    return parser
+
+
+def _recipe_args(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """Split a recipe from overrides, so that `rljax train train.steps=5` works without a recipe."""
+    words = ([args.recipe] if args.recipe else []) + args.overrides
+    first = words[0] if words and "=" not in words[0] else None
+    return first, words[1:] if first else words
+
+
+def _train(args: argparse.Namespace) -> int:
+    config = load(*_recipe_args(args))
+    _use_compilation_cache()
+    from rljax import loop
+
+    say = _say if config.telemetry.live != "off" else _quiet
+    if args.dry_run:
+        loop.check(config, say)
+        say("the configuration fits; nothing was compiled or trained")
+        return EXIT_DONE
+    result = loop.train(config, say)
+    if result.stopped:
+        say(f"stopped at step {result.step} of {config.train.steps}; the same command continues")
+        return EXIT_RETRY
+    say(f"done: {result.step} steps; the trained model is in {result.run_dir / 'model'}")
+    return EXIT_DONE
+
+
+def _eval(args: argparse.Namespace) -> int:
+    config = load(*_recipe_args(args))
+    _use_compilation_cache()
+    from rljax.evaluate import evaluate
+
+    result = evaluate(config, args.checkpoint, _quiet if args.json else _say)
+    if args.json:
+        print(json.dumps({name: getattr(result, name) for name in type(result).__dataclass_fields__ if name != "groups"}))
+    else:
+        print(
+            f"accuracy {result.accuracy:.3f}  reward {result.reward_mean:.3f}  on {result.tasks} tasks "
+            f"({result.failed} not scored, {result.truncated_fraction:.0%} truncated, {result.length_mean:.1f} tokens on average)"
+        )
+    return EXIT_DONE
+
+
+def _sample(args: argparse.Namespace) -> int:
+    _use_compilation_cache()
+    from rljax.chat import Chat, ChatOptions, converse
+
+    chat = Chat(args.checkpoint, ChatOptions(args.temperature, args.max_tokens, args.context, args.seed, args.system))
+    if args.prompt is None:
+        converse(chat)
+        return EXIT_DONE
+    for piece in chat.say(sys.stdin.read() if args.prompt == "-" else args.prompt):
+        print(piece, end="", flush=True)
+    print()
+    return EXIT_DONE
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from rljax.convert import convert
+
+    extra: dict[str, Any] = {} if args.shard_size is None else {"shard_size": args.shard_size}
+    convert(
+        args.source,
+        args.target,
+        to=args.to,
+        dtype=args.dtype,
+        overwrite=args.overwrite,
+        dry_run=args.dry_run,
+        verify=not args.no_verify,
+        console=Console(),
+        **extra,
+    )
+    return EXIT_DONE
+
+
+def _config(args: argparse.Namespace) -> int:
+    if args.describe:
+        print(describe())
+        return EXIT_DONE
+    config, sources = load_with_sources(*_recipe_args(args))
+    print(json.dumps(config.model_dump(mode="json"), indent=2) if args.json else render(config, sources))
+    return EXIT_DONE
+
+
+def _use_compilation_cache() -> None:
+    """Keep compiled programs between processes, so that a restart does not compile again; JAX's variable wins."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    import jax
+
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(home / "rljax" / "compilation"))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _quiet(text: str) -> None:
+    pass

@@ -1,0 +1,321 @@
+"""The training loop: sample, judge, update, publish, save, log; and continue exactly where a killed run stopped.
+
+Owns the order of a run's stages. Refuses to own the stages themselves.
+
+    prompts -> collect (sample and judge) -> advantages -> pack -> update x n -> publish -> log, save
+       ^                                                                            |
+       +------------------------ version + n, position + batch ---------------------+
+
+State between two batches is (parameters, optimizer, step, position in the prompt stream); with the seed it decides
+everything that follows, so a checkpoint of exactly that continues bit for bit.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from rljax.checkpoint import CheckpointStore, load_files, save_params
+from rljax.config import Config
+from rljax.convert import read_arch, read_checkpoint
+from rljax.data.prompts import PromptStream, TaskSource, check_fingerprint
+from rljax.data.tokenizer import Tokenizer
+from rljax.evaluate import run_eval
+from rljax.faults import fault_point
+from rljax.learner.state import TrainState
+from rljax.learner.step import DeviceBatch, Learner
+from rljax.mesh import build_mesh, data_shards
+from rljax.pytree import Params
+from rljax.records import Group, RunMeta
+from rljax.rollouts.batching import Prepared, batch_shape, prepare
+from rljax.rollouts.collector import Job, Stopped
+from rljax.rollouts.stack import Stack, build_engine, open_stack
+from rljax.rollouts.statistics import rollout_metrics, update_metrics
+from rljax.rollouts.tasks import fitting_tasks
+from rljax.run_dir import RunDir
+from rljax.signals import StopRequest, stop_requests
+from rljax.telemetry.live import LiveView
+from rljax.telemetry.profile import Clock
+from rljax.telemetry.sinks import MetricsFile, RolloutLog, Sink, Sinks, TensorBoardSink
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run, or a part of it, ended.
+
+    Example:
+        TrainResult(run_dir=Path("runs/arithmetic"), step=100, trained=40, stopped=False, metrics={"reward/mean": 0.8})
+    """
+
+    run_dir: Path
+    """Where everything was written."""
+    step: int
+    """Optimizer steps done in all."""
+    trained: int
+    """Optimizer steps done by this call."""
+    stopped: bool
+    """Whether it was asked to stop before the end; the same call continues it."""
+    metrics: dict[str, float]
+    """The last step's metrics; empty when nothing was trained."""
+
+
+def train(config: Config, report: Callable[[str], None] = lambda text: None) -> TrainResult:
+    """Train as the configuration says, from the newest checkpoint of its run directory if there is one.
+
+    Args:
+        config: The run.
+        report: Receives a sentence about each phase of the start.
+
+    Raises:
+        ValueError: the configuration does not fit the model, the tasks, the devices or the run that is being resumed.
+        StorageError: a checkpoint could not be written, or none of those there is good.
+        EnvironmentFailure: too many rollouts could not be scored.
+    """
+    clock = Clock()
+    with stop_requests() as stop, ExitStack() as opened, _compile_time(clock):
+        with clock.bucket("restart"):
+            run = _Run(config, clock, stop, opened, report)
+        try:
+            run.go()
+        except Stopped:
+            _log.info("stopped while collecting rollouts; they will be collected again")
+        if not stop():
+            with clock.bucket("checkpoint"):
+                run.export()
+        else:
+            run.save()
+        return TrainResult(config.run.dir, run.meta.step, run.trained, stop(), run.last)
+
+
+def check(config: Config, report: Callable[[str], None] = lambda text: None) -> None:
+    """Check everything a run needs short of compiling and loading weights: `--dry-run`.
+
+    Raises:
+        ValueError: what `train` would raise for.
+    """
+    mesh = build_mesh(config.mesh)
+    arch = read_arch(config.model.checkpoint)
+    tokenizer = Tokenizer.load(config.model.checkpoint)
+    tasks = fitting_tasks(config, "train", tokenizer, report)
+    if config.eval.every:
+        fitting_tasks(config, "eval", tokenizer, report)
+    Learner(arch, mesh, config)
+    build_engine(config, arch, mesh, tokenizer.stop_ids)
+    shape = batch_shape(config, data_shards(mesh))
+    report(f"mesh: {dict(mesh.shape)} on {mesh.devices.flat[0].device_kind}")
+    report(f"batch: up to {shape.micro_batches} micro-batches of {shape.rows} rows of {shape.length} tokens")
+    report(f"epochs: {config.train.steps / config.updates_per_batch * config.train.rollout_batch_size / len(tasks):.2f}")
+
+
+class _Run:
+    """An open run: its parts, its state and its position."""
+
+    def __init__(
+        self, config: Config, clock: Clock, stop: StopRequest, opened: ExitStack, report: Callable[[str], None]
+    ) -> None:
+        self.config, self.clock, self.stop = config, clock, stop
+        self.dir = RunDir(config.run.dir)
+        self.trained, self.last = 0, {}
+        self.store = opened.enter_context(CheckpointStore(self.dir.checkpoints, config.checkpoint.keep))
+        self._refuse_used_directory()
+        arch = read_arch(config.model.checkpoint)
+        self.stack: Stack = opened.enter_context(
+            open_stack(config, arch, config.model.checkpoint, clock, stop, self.dir.began(), self.dir.logs)
+        )
+        self.tasks = fitting_tasks(config, "train", self.stack.tokenizer, report)
+        self.stream = PromptStream(self.tasks, config.run.seed, config.data.shuffle)
+        self.eval_tasks: TaskSource = fitting_tasks(config, "eval", self.stack.tokenizer, report) if config.eval.every else ()
+        self.learner = Learner(arch, self.stack.mesh, config)
+        self.shape = batch_shape(config, data_shards(self.stack.mesh))
+        self.state, self.meta = self._first_state(report)
+        self.reference = self._load() if config.algorithm.beta > 0 else None
+        self.dir.record_launch(config, [str(device) for device in self.stack.mesh.devices.flat])
+        self.rollout_log = RolloutLog(self.dir.rollouts) if config.telemetry.rollouts else None
+        self.sinks = opened.enter_context(self._open_sinks())
+        self._saved = self.meta.step
+
+    def go(self) -> None:
+        """Train until the last step, or until asked to stop."""
+        self._publish()
+        if self.meta.step == 0:
+            self._evaluate()
+        while self.meta.step < self.config.train.steps and not self.stop():
+            self._one_batch()
+
+    def save(self) -> None:
+        """Save the state as it is, unless it has been saved, and wait until it is on disk."""
+        with self.clock.bucket("checkpoint"):
+            if self._saved < self.meta.step:
+                self.store.save(self.meta.step, self.state, self.meta)
+                self._saved = self.meta.step
+            self.store.wait()
+
+    def export(self) -> None:
+        """Save, and write the trained model as a checkpoint that `eval`, `sample` and `convert` take."""
+        self.save()
+        if self.trained or not self.dir.model.exists():
+            save_params(self.dir.model, self.state.params, load_files(self.config.model.checkpoint), overwrite=True)
+
+    def _refuse_used_directory(self) -> None:
+        newest = self.store.latest()
+        if newest is not None and self.config.checkpoint.resume == "never":
+            raise ValueError(
+                f"{self.dir.path} holds a run (checkpoint of step {newest}) and checkpoint.resume is 'never'; choose another "
+                "run.dir, or set checkpoint.resume = 'auto' to continue it"
+            )
+
+    def _load(self) -> Params:
+        """Load the initial parameters onto the learner's layout."""
+        layout = jax.tree.map(lambda leaf: leaf.sharding, self.learner.abstract_state.params)
+        return read_checkpoint(
+            self.config.model.checkpoint, lambda arch, shapes: layout, self.config.model.param_dtype
+        ).params
+
+    def _first_state(self, report: Callable[[str], None]) -> tuple[TrainState, RunMeta]:
+        """Return the newest checkpoint's state, or the initial one."""
+        restored = self.store.restore(self.learner.abstract_state)
+        config_hash, fingerprint = self.config.hash(), self.stream.fingerprint
+        if restored is None:
+            report(f"start: {self.config.model.checkpoint}")
+            meta = RunMeta(0, 0, self.config.run.seed, 0, config_hash, fingerprint)
+            return self.learner.init(self._load()), meta
+        meta = restored.meta
+        if meta.config_hash != config_hash:
+            changes = "; ".join(self.dir.differences(self.config)) or "options of an older version of rljax"
+            raise ValueError(
+                f"{self.dir.path} was trained under another configuration, and continuing would mix the two: {changes}. "
+                "Change these back, or choose another run.dir"
+            )
+        check_fingerprint(meta.dataset_fingerprint, fingerprint)
+        steps = self.config.train.steps
+        if meta.step > steps:
+            raise ValueError(
+                f"train.steps is {steps}, but {self.dir.path} has been trained for {meta.step} steps: nothing would be "
+                f"trained. Raise train.steps above {meta.step}, or choose another run.dir"
+            )
+        if meta.step == steps:
+            report(f"resume: {self.dir.path} is complete ({steps} steps); raise train.steps to train on")
+        else:
+            report(f"resume: step {meta.step} of {self.dir.path}")
+        return restored.arrays, meta
+
+    def _open_sinks(self) -> Sinks:
+        """Open the sinks, without what a killed run logged after the checkpoint."""
+        telemetry, step = self.config.telemetry, self.meta.step
+        metrics = MetricsFile(self.dir.metrics)
+        metrics.truncate_after(step)
+        if self.rollout_log is not None:
+            self.rollout_log.truncate_after(step)
+        sinks: list[Sink] = [metrics]
+        if telemetry.tensorboard:
+            sinks.append(TensorBoardSink(self.dir.tensorboard, step + 1))
+        sinks.append(LiveView(self.config.train.steps, telemetry.live, lambda: self.clock.phase))
+        return Sinks(*sinks)
+
+    def _publish(self) -> None:
+        with self.clock.bucket("publish"):
+            params = self.stack.publish(self.state.params)
+            self.stack.engine.set_weights(jax.block_until_ready(params), self.meta.version)
+
+    def _one_batch(self) -> None:
+        """Collect one batch of rollouts and make its optimizer steps."""
+        groups = self._collect()
+        fault_point("loop.collected")
+        with self.clock.bucket("scoring"):
+            prepared = prepare(groups, self.config, self.shape)
+            batches = [self.learner.put(batch) for batch in prepared.batches]
+            references = [None if self.reference is None else self.learner.score(self.reference, batch) for batch in batches]
+            # With one update per batch the proximal policy is the current one, and needs no scoring.
+            single = self.config.updates_per_batch == 1
+            proximal = [None if single else self.learner.score(self.state.params, batch) for batch in batches]
+        extra: dict[str, Any] = rollout_metrics(groups, prepared.advantages)
+        for _ in range(self.config.algorithm.num_iterations):
+            for index, batch in enumerate(batches):
+                values = self._update(prepared, index, batch, proximal[index], references[index])
+                last = self.meta.step % self.config.updates_per_batch == 0
+                if last:
+                    position = self.meta.prompt_position + self.config.train.rollout_batch_size
+                    self.meta = replace(self.meta, prompt_position=position)
+                    self._publish()
+                self._log(values | extra)
+                extra = {}
+        self._save_if_due()
+        if self.config.eval.every and self.meta.step % self.config.eval.every == 0:
+            self._evaluate()
+
+    def _collect(self) -> list[Group]:
+        algorithm, position = self.config.algorithm, self.meta.prompt_position
+        tasks = self.stream.take(position, self.config.train.rollout_batch_size)
+        jobs = [
+            Job(task, self.stream.epoch_of(position + index) * algorithm.num_generations) for index, task in enumerate(tasks)
+        ]
+        fault_point("loop.collecting")
+        groups = self.stack.collector.collect(jobs, algorithm.num_generations, "train", self.config.sampler.temperature)
+        if self.rollout_log is not None:
+            self.rollout_log.write(self.meta.step + 1, groups)
+        return groups
+
+    def _update(
+        self, prepared: Prepared, index: int, batch: DeviceBatch, proximal: Any, reference: Any
+    ) -> dict[str, float]:
+        """Make one optimizer step and return its metrics."""
+        with self.clock.bucket("update"):
+            self.state, output = self.learner.step(self.state, batch, proximal, reference)
+            fault_point("loop.updating")
+            sums, grad_norm, learning_rate = jax.device_get((output.metrics, output.grad_norm, output.learning_rate))
+            logp = np.asarray(jax.device_get(output.logp if proximal is None else proximal))
+        self.trained += 1
+        self.meta = replace(self.meta, step=self.meta.step + 1, version=self.meta.version + 1)
+        values = update_metrics(prepared.batches[index], sums, logp)
+        return values | {"optimizer/grad_norm": float(grad_norm), "optimizer/learning_rate": float(learning_rate)}
+
+    def _log(self, values: dict[str, float]) -> None:
+        """Add progress and times to a step's metrics and write them."""
+        meta, seconds = self.meta, self.clock.take()
+        step_seconds = sum(seconds.values())
+        values |= {"progress/step": meta.step, "progress/version": meta.version, "progress/prompt_position": meta.prompt_position}
+        values |= {"time/step": step_seconds, **{f"time/{bucket}": spent for bucket, spent in seconds.items()}}
+        values["throughput/trained_tokens_per_s"] = values["tokens/trained"] / step_seconds
+        if "tokens/generated" in values and seconds["sampling"] > 0:
+            values["throughput/generated_tokens_per_s"] = values["tokens/generated"] / seconds["sampling"]
+        if not np.isfinite(values["optimizer/grad_norm"]):
+            raise FloatingPointError(f"the gradient of step {meta.step} is not finite; the last checkpoint is from before it")
+        self.last = values
+        self.sinks.write(meta.step, values)
+
+    def _save_if_due(self) -> None:
+        with self.clock.bucket("checkpoint"):
+            self.store.check()
+            due = self.meta.step % self.config.checkpoint.every == 0 or self.meta.step == self.config.train.steps
+            if due:
+                fault_point("loop.saving")
+                self.store.save(self.meta.step, self.state, self.meta)
+                self._saved = self.meta.step
+
+    def _evaluate(self) -> None:
+        if self.config.eval.every:
+            result = run_eval(self.stack.collector, self.eval_tasks, self.config)
+            self.sinks.write(self.meta.step, {"eval/accuracy": result.accuracy, "eval/reward_mean": result.reward_mean})
+
+
+@contextmanager
+def _compile_time(clock: Clock) -> Iterator[None]:
+    """Count what compiling takes to its own bucket, wherever it happens."""
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            clock.reassign(seconds, "compile")
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,0 +1,258 @@
+"""Collecting rollouts: tasks become groups, while the device samples and CPU workers judge at the same time.
+
+Owns the life of an episode: open, sample, act, judge, repeat; retries of failed environments; and the one flat token
+sequence a rollout is. Refuses to own how tokens are drawn (sampler) and how worlds work (envs).
+
+    driver            engine (device)          pool (CPU workers)
+      | reset ------------------------------------> |
+      | <------------------------------ observation |
+      | submit -----------> | decode chunk          |
+      | <------- completion |                       |
+      | step ---------------|---------------------> |     the next chunk decodes meanwhile
+      | <-------------------|---------- StepResult  |     done, or another turn
+
+Text goes to the environment; tokens stay. What the environment says is encoded once and appended, what the model wrote
+is never encoded again.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rljax.config import Config
+from rljax.data.tokenizer import Tokenizer
+from rljax.envs.pool import LocalPool
+from rljax.envs.replies import Reply, score_from
+from rljax.records import Completion, Group, Observation, Provenance, Rollout, Score, StepResult, Task
+from rljax.sampler.engine import Engine, Request, draw_key
+from rljax.telemetry.profile import Clock
+
+_POOL_WAIT = 0.2  # seconds between two looks at `stop` while only environments work
+
+
+class Stopped(Exception):
+    """Collection was given up because the run is asked to stop."""
+
+
+class EnvironmentFailure(RuntimeError):
+    """So many rollouts could not be scored that training on the rest would mislead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One task to attempt.
+
+    Example:
+        Job(task=task, first_attempt=0)
+    """
+
+    task: Task
+    """The problem."""
+    first_attempt: int
+    """Number of its first attempt: a task that comes again in a later epoch goes on counting, so its draws differ."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    """One rollout in progress."""
+
+    task: Task
+    attempt: int
+    tries: int = 0
+    tools: tuple = ()
+    tokens: list[int] = field(default_factory=list)
+    provenance: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+    replayed: int = 0
+    finish_reason: str = "length"
+    rollout: Rollout | None = None
+
+    @property
+    def name(self) -> tuple[str, int, int]:
+        return self.task.id, self.attempt, self.tries
+
+    def append(self, tokens: Sequence[int], provenance: Provenance, logp: Sequence[float], version: int) -> None:
+        self.tokens += map(int, tokens)
+        self.provenance += [int(provenance)] * len(tokens)
+        self.logp += map(float, logp) if len(logp) else [0.0] * len(tokens)
+        self.versions += [version] * len(tokens)
+
+
+class Collector:
+    """Runs episodes on an engine and a pool."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        pool: LocalPool,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        stop: Callable[[], bool] = lambda: False,
+    ):
+        """Wire the parts together.
+
+        Args:
+            config: Limits, retries and the seed.
+            engine: Samples completions.
+            pool: Runs environments.
+            tokenizer: Between messages and tokens.
+            clock: Counts sampling and waiting.
+            stop: Asked often; when it answers True, collection raises `Stopped`.
+        """
+        self._config, self._engine, self._pool, self._tokenizer = config, engine, pool, tokenizer
+        self._clock, self._stop = clock, stop
+        self._episodes: dict[tuple[str, int, int], _Episode] = {}
+        self._purpose, self._temperature = "train", 1.0
+
+    def collect(self, jobs: Sequence[Job], num_generations: int, purpose: str, temperature: float) -> list[Group]:
+        """Attempt every task `num_generations` times and return the groups, in the order of the jobs.
+
+        Args:
+            jobs: Tasks and the numbers of their first attempts; no two equal.
+            num_generations: Attempts per task.
+            purpose: Separates the draws of training from those of evaluation.
+            temperature: Sampling temperature.
+
+        Raises:
+            Stopped: `stop` answered True.
+            EnvironmentFailure: more than `env.max_failure_fraction` of the rollouts could not be scored.
+        """
+        self._purpose, self._temperature = purpose, temperature
+        episodes = [
+            [_Episode(job.task, job.first_attempt + index) for index in range(num_generations)] for job in jobs
+        ]
+        try:
+            for episode in (episode for group in episodes for episode in group):
+                self._open(episode)
+            self._run()
+        except BaseException:
+            self._engine.abort()
+            for name in self._episodes:
+                self._pool.close_episode(name)
+            raise
+        finally:
+            self._episodes.clear()
+        groups = [Group(job.task, tuple(map(_finished, group))) for job, group in zip(jobs, episodes, strict=True)]
+        self._refuse_failure(groups)
+        return groups
+
+    def _run(self) -> None:
+        """Drive engine and pool until every episode is over."""
+        while self._episodes:
+            if self._stop():
+                raise Stopped
+            sampling = self._engine.pending > 0
+            with self._clock.bucket("sampling" if sampling else "env_wait"):
+                if sampling:
+                    self._engine.step()  # returns at once; the device decodes while the replies below are handled
+                replies = self._pool.poll(0.0 if sampling else _POOL_WAIT)
+                for reply in replies:
+                    self._hear(reply)
+                for ticket, completion in self._engine.poll():
+                    assert isinstance(ticket, tuple)
+                    self._act(self._episodes[ticket], completion)
+
+    def _open(self, episode: _Episode) -> None:
+        self._episodes[episode.name] = episode
+        seed = draw_key(self._config.run.seed, f"{self._purpose}/env", episode.task.id, episode.attempt)[0]
+        self._pool.reset(episode.name, episode.task, seed)
+
+    def _hear(self, reply: Reply) -> None:
+        """Handle one answer of an environment."""
+        name = reply.episode
+        assert isinstance(name, tuple)
+        episode = self._episodes[name]
+        if reply.outcome != "ok" and episode.tries < self._config.env.max_retries:
+            # The model's messages are kept and told to a fresh world again: a retry never samples anew.
+            self._pool.close_episode(name)
+            del self._episodes[name]
+            episode.tries, episode.replayed = episode.tries + 1, 0
+            episode.replies.clear()
+            self._open(episode)
+        elif reply.outcome != "ok":
+            episode.replies.append(reply)
+            self._end(episode)
+        elif isinstance(reply.value, Observation):
+            if not episode.tokens:
+                episode.tools = tuple(reply.value.tools)
+                prompt = self._tokenizer.apply_chat_template(reply.value.messages, tools=episode.tools)
+                episode.append(prompt, Provenance.PROMPT, (), -1)
+            self._continue(episode)
+        elif isinstance(reply.value, StepResult):
+            episode.replies.append(reply)
+            episode.replayed += 1
+            if reply.value.done:
+                self._end(episode)
+                return
+            if episode.replayed == len(episode.texts):
+                ended = episode.finish_reason == "stop"
+                ids = self._tokenizer.reply_ids(reply.value.messages, ended=ended, tools=episode.tools)
+                episode.append(ids, Provenance.ENVIRONMENT, (), -1)
+            self._continue(episode)
+
+    def _continue(self, episode: _Episode) -> None:
+        """Tell the environment a message it has not heard, or ask the model for the next one."""
+        if episode.replayed < len(episode.texts):
+            self._pool.step(episode.name, episode.texts[episode.replayed])
+            return
+        sampler = self._config.sampler
+        if len(episode.tokens) > sampler.max_prompt_length:
+            if not episode.texts:
+                detail = f"the prompt has {len(episode.tokens)} tokens; sampler.max_prompt_length is {sampler.max_prompt_length}"
+                episode.replies.append(Reply(episode.name, "reset", "error", None, detail))
+            episode.finish_reason = "length"
+            self._end(episode)
+            return
+        key = draw_key(self._config.run.seed, self._purpose, episode.task.id, episode.attempt)
+        request = Request(episode.name, tuple(episode.tokens), key, sampler.max_completion_length, self._temperature)
+        self._engine.submit([request])
+
+    def _act(self, episode: _Episode, completion: Completion) -> None:
+        """Take in one message of the model and tell the environment."""
+        episode.append(completion.tokens.tolist(), Provenance.MODEL, completion.logp.tolist(), completion.version)
+        episode.finish_reason = completion.finish_reason
+        episode.texts.append(self._tokenizer.decode(completion.tokens, skip_special=True))
+        self._continue(episode)
+
+    def _end(self, episode: _Episode) -> None:
+        del self._episodes[episode.name]
+        self._pool.close_episode(episode.name)
+        episode.rollout = Rollout(
+            task_id=episode.task.id,
+            attempt=episode.attempt,
+            tokens=np.array(episode.tokens, np.int32),
+            provenance=np.array(episode.provenance, np.int8),
+            logp_behavior=np.array(episode.logp, np.float32),
+            versions=np.array(episode.versions, np.int32),
+            finish_reason="stop" if episode.finish_reason == "stop" else "length",
+            score=score_from(episode.replies),
+            turns=len(episode.texts),
+            text="\n".join(episode.texts),
+        )
+
+    def _refuse_failure(self, groups: Sequence[Group]) -> None:
+        scores = [rollout.score for group in groups for rollout in group.rollouts]
+        failed = [score for score in scores if score.status != "score"]
+        limit = self._config.env.max_failure_fraction
+        if len(failed) > limit * len(scores):
+            cause, times = Counter(f"{score.status}: {score.detail}" for score in failed).most_common(1)[0]
+            raise EnvironmentFailure(
+                f"{len(failed)} of {len(scores)} rollouts could not be scored, more than env.max_failure_fraction = {limit} "
+                f"allows; {times} times the cause was {cause}"
+            )
+
+
+def _finished(episode: _Episode) -> Rollout:
+    assert episode.rollout is not None
+    return episode.rollout
+
+
+def scores(groups: Sequence[Group]) -> list[Score]:
+    """Return the score of every rollout, group by group."""
+    return [rollout.score for group in groups for rollout in group.rollouts]

@@ -1,0 +1,113 @@
+"""Everything that turns tasks into rollouts, built from a configuration: mesh, model, tokenizer, engine, pool.
+
+Owns the order in which these are opened and closed; training, evaluation and chat build on the same one. Refuses to
+own what is done with the rollouts.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from rljax.config import Config
+from rljax.data.tokenizer import Tokenizer
+from rljax.envs.pool import LocalPool
+from rljax.mesh import build_mesh
+from rljax.models.arch import Arch
+from rljax.pytree import Params
+from rljax.rollouts.collector import Collector
+from rljax.rollouts.weights import publisher
+from rljax.sampler.engine import Engine
+from rljax.telemetry.profile import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The open parts of a run that samples.
+
+    Example:
+        with open_stack(config, arch, tokenizer_dir, clock) as stack:
+            stack.engine.set_weights(stack.publish(params), version=0)
+            groups = stack.collector.collect(jobs, 8, "train", 1.0)
+    """
+
+    mesh: Mesh
+    """The devices."""
+    tokenizer: Tokenizer
+    """Between messages and tokens."""
+    engine: Engine
+    """Samples completions."""
+    publish: Callable[[Params], Params]
+    """From the learner's parameters to the sampler's."""
+    collector: Collector
+    """Runs episodes."""
+
+
+def build_engine(config: Config, arch: Arch, mesh: Mesh, stop_ids: frozenset[int]) -> Engine:
+    """Return the sampler that the configuration describes.
+
+    Raises:
+        ValueError: slots, lengths or the model do not fit each other or the mesh.
+    """
+    sampler = config.sampler
+    longest = sampler.max_prompt_length + sampler.max_completion_length
+    if longest > arch.max_position:
+        raise ValueError(
+            f"sampler.max_prompt_length + sampler.max_completion_length is {longest} tokens, and the model was made for at "
+            f"most {arch.max_position}; lower one of the two"
+        )
+    return Engine(
+        arch,
+        mesh,
+        sorted(stop_ids),
+        slots=sampler.slots,
+        max_prompt_length=sampler.max_prompt_length,
+        max_completion_length=sampler.max_completion_length,
+        cache_positions=sampler.cache_positions,
+        prefill_rows=sampler.slots // config.algorithm.num_generations,
+        decode_chunk_steps=sampler.decode_chunk,
+        dtype=sampler.dtype,
+    )
+
+
+@contextmanager
+def open_stack(
+    config: Config,
+    arch: Arch,
+    tokenizer_dir: Path,
+    clock: Clock,
+    stop: Callable[[], bool] = lambda: False,
+    now: datetime | None = None,
+    log_dir: Path | None = None,
+) -> Iterator[Stack]:
+    """Open the mesh, the tokenizer, the engine and the environment workers; close the workers in the end.
+
+    Args:
+        config: The run.
+        arch: The model.
+        tokenizer_dir: Folder with the tokenizer's files.
+        clock: Counts sampling and waiting.
+        stop: Asked often while rollouts are collected; see `Collector`.
+        now: The date that chat templates may print; a resumed run passes the date it began.
+        log_dir: Where the environment workers' output goes; default: a temporary folder.
+
+    Raises:
+        ValueError: the configuration does not fit the devices, the model or the environment.
+    """
+    mesh = build_mesh(config.mesh)
+    tokenizer = Tokenizer.load(tokenizer_dir, now)
+    env = config.env
+    with LocalPool(
+        env.name,
+        env.options,
+        workers=env.workers,
+        reset_timeout=env.reset_timeout,
+        step_timeout=env.step_timeout,
+        log_dir=log_dir,
+    ) as pool:
+        engine = build_engine(config, arch, mesh, tokenizer.stop_ids)
+        collector = Collector(config, engine, pool, tokenizer, clock, stop)
+        yield Stack(mesh, tokenizer, engine, publisher(arch, mesh, config.sampler.dtype), collector)

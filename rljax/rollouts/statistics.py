@@ -1,0 +1,73 @@
+"""What a batch of rollouts, and an optimizer step on it, look like as metrics.
+
+Owns the translation into the names of telemetry/metrics.py. Refuses to own the sums themselves and where they go.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rljax.algorithms.advantages import Advantages
+from rljax.algorithms.losses import gap_quantile
+from rljax.data.packing import Batch, length_metrics
+from rljax.records import Group
+
+
+def rollout_metrics(groups: Sequence[Group], advantages: Advantages) -> dict[str, float]:
+    """Return rewards, lengths, failures and the use of groups; rewards only when something was scored."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scored = [rollout.score for rollout in rollouts if rollout.score.status == "score"]
+    lengths = length_metrics(rollouts)
+    values = {
+        "completion/length_mean": lengths["completion_length_mean"],
+        "completion/length_min": lengths["completion_length_min"],
+        "completion/length_max": lengths["completion_length_max"],
+        "completion/truncated_fraction": lengths["truncated_fraction"],
+        "rollouts/error_fraction": float(np.mean([rollout.score.status == "error" for rollout in rollouts])),
+        "rollouts/timeout_fraction": float(np.mean([rollout.score.status == "timeout" for rollout in rollouts])),
+        "groups/zero_variance_fraction": float(np.mean([group.zero_variance for group in advantages.groups])),
+        "groups/dropped": sum(group.dropped is not None for group in advantages.groups),
+        "tokens/generated": sum(rollout.completion_length for rollout in rollouts),
+    }
+    if scored:
+        rewards = [score.value for score in scored if score.value is not None]
+        values |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
+        parts: dict[str, list[float]] = defaultdict(list)
+        for score in scored:
+            for name, value in score.components.items():
+                parts[name].append(value)
+        values |= {f"reward/component/{name}": float(np.mean(found)) for name, found in parts.items()}
+    return values
+
+
+def update_metrics(batch: Batch, sums: Mapping[str, Any], logp_prox: np.ndarray) -> dict[str, float]:
+    """Return the metrics of one optimizer step.
+
+    Args:
+        batch: What it was made on.
+        sums: The loss's sums and maxima over the step, as `StepOutput.metrics` holds them, on the host.
+        logp_prox: Log-probabilities of the scored tokens in the learner before the step, [m, r, j], nats.
+    """
+    tokens = max(float(sums["tokens"]), 1.0)
+
+    def mean(name: str) -> float:
+        return float(sums[name]) / tokens
+
+    return {
+        "loss/total": float(sums["loss"]),
+        "loss/policy": float(sums["policy_loss"]),
+        "loss/kl": mean("kl_ref"),
+        "policy/entropy": mean("entropy"),
+        "policy/clip_fraction": mean("clipped_low") + mean("clipped_high"),
+        "policy/ratio_mean": mean("ratio"),
+        "policy/ratio_max": float(sums["ratio_max"]),
+        "gap/logp_mean": mean("gap"),
+        "gap/logp_p95": gap_quantile(logp_prox, batch.logp_behavior, batch.mask, 0.95),
+        "gap/logp_max": float(sums["gap_max"]),
+        "gap/outside_fraction": mean("gap_outside"),
+        "gap/is_truncated_fraction": mean("is_truncated"),
+        "pack/padding_fraction": batch.padding_fraction,
+        "tokens/trained": float(sums["tokens"]),
+    }
