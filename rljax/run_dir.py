@@ -9,14 +9,15 @@ import os
 import platform
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rljax import __version__
 from rljax.config import Config
 
-_PACKAGES = ("rljax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class RunDir:
@@ -45,7 +46,7 @@ class RunDir:
         Chat templates may print the date, and a resumed run must see the prompts it would have seen.
         """
         if not self.launches.exists():
-            return datetime.now(timezone.utc)
+            return datetime.now(UTC)
         return datetime.fromisoformat(json.loads(self.launches.read_text())["began"])
 
     def differences(self, config: Config) -> list[str]:
@@ -67,13 +68,13 @@ class RunDir:
         launches = json.loads(self.launches.read_text())["launches"] if self.launches.exists() else []
         launches.append(
             {
-                "time": datetime.now(timezone.utc).isoformat(),
+                "time": datetime.now(UTC).isoformat(),
                 "command": sys.argv,
                 "directory": str(Path.cwd()),
                 "git": _git_state(),
                 "host": platform.node(),
                 "python": platform.python_version(),
-                "packages": {name: version(name) for name in _PACKAGES},
+                "packages": {"rljax": __version__, **{name: version(name) for name in _PACKAGES}},
                 "devices": devices,
                 "environment": {name: os.environ[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS") if name in os.environ},
             }

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog="example: python tools/fetch_smollm2.py --to downloads && rljax convert downloads/" + FILE_NAME + " checkpoints/smollm2",
+        epilog=f"example: python tools/fetch_smollm2.py --to downloads\n         rljax convert downloads/{FILE_NAME} checkpoints/smollm2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--to", type=Path, default=Path("downloads"), help="folder for the model (default: %(default)s)")

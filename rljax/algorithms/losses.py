@@ -4,8 +4,8 @@ Owns the clipped surrogate, the KL estimators, the truncated importance weights,
 that become metrics. Refuses to own log-probabilities, advantages and division by counts: sums of micro-batches and
 devices simply add up.
 
-Every function here selects before and after its non-linear steps, so what stands at a masked position (0, -inf, NaN)
-changes no bit of a value or a gradient.
+`policy_loss` and `aggregate` select before and after every non-linear step, so what stands at a masked position (0,
+-inf, NaN) changes no bit of a value or a gradient. The per-token functions take no mask.
 """
 
 from collections.abc import Callable
@@ -125,7 +125,7 @@ def clip_loss(
 
     PPO's clipped objective (arXiv:1707.06347 eq. 7) with the two bounds apart (DAPO, arXiv:2503.14476 eq. 10);
     ratio = exp(logp - logp_prox). Written as a selection, so that at a bound the gradient is the whole one and not
-    the half that `minimum` gives at a tie. Unmasked: give masked positions finite values.
+    the half that `minimum` gives at a tie.
     """
     ratio = jnp.exp(jnp.clip(logp - logp_prox, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     low, high = 1.0 - epsilon, 1.0 + epsilon_high

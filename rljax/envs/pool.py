@@ -43,7 +43,7 @@ MAX_FRUITLESS_STARTS = 3
 CLOSE_TIMEOUT = 5.0
 """How long an idle worker may take to close its open episodes before it is killed (seconds)."""
 
-RETIRE_TIMEOUT = 60.0
+RETIRE_TIMEOUT = 300.0
 """How long a worker over its memory cap waits for the next step of an episode that only it can continue (seconds)."""
 
 AHEAD_SECONDS = 0.05
@@ -440,6 +440,8 @@ class LocalPool:
             return
         if size > self._max_rss and worker.state == "ready":
             worker.state = "retiring"
+            if not worker.in_flight:
+                worker.deadline = time.monotonic() + RETIRE_TIMEOUT
         busy = worker.in_flight or worker.queue or any(episode.stepped for episode in worker.episodes)
         if worker.state == "retiring" and not busy:
             worker.state, worker.deadline = "closing", time.monotonic() + CLOSE_TIMEOUT

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from rljax.data.packing import length_metrics, loss_lengths, loss_tokens, pack, pack_shape
-from rljax.records import Provenance, Rollout, Score
+from rljax.records import FinishReason, Provenance, Rollout, Score
 
 P, M, E = Provenance.PROMPT, Provenance.MODEL, Provenance.ENVIRONMENT
 
 
-def rollout(tokens, provenance, *, logp=None, finish="stop", attempt=0):
+def rollout(tokens, provenance, *, logp=None, finish: FinishReason = "stop", attempt=0):
     provenance = np.array(provenance, np.int8)
     written = provenance == M
     return Rollout(

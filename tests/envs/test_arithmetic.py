@@ -103,19 +103,19 @@ def test_no_held_out_problem_is_ever_trained_on(options: dict[str, Any]) -> None
         return {(sign[task.metadata["operation"]], tuple(sorted(operands(task)))) for task in tasks}
 
     make = task_maker("arithmetic", options)
-    trained = problems([make(index, "train") for index in range(8000)])
-    held_out = problems([make(index, "eval") for index in range(500)])
-    assert len(held_out) > 100
+    trained = problems([make(index, "train") for index in range(4000)])
+    held_out = problems([make(index, "eval") for index in range(200)])
+    assert len(held_out) > 50
     assert not trained & held_out
 
 
-@pytest.mark.parametrize("kind", ["add", "multiply", "add_mixed"])
+@pytest.mark.parametrize("kind", ["add", "multiply"])
 def test_about_a_fifth_is_held_out_and_all_of_it_is_asked_before_anything_twice(kind: str) -> None:
     make = task_maker("arithmetic", {"operations": {kind: 1.0}})
-    trained = {question(make(index, "train")) for index in range(10_000)}
-    evaluated = [question(make(index, "eval")) for index in range(400)]
+    trained = {question(make(index, "train")) for index in range(3000)}
+    evaluated = [question(make(index, "eval")) for index in range(60)]
     held_out = set(evaluated)
-    assert len(trained) + len(held_out) == (900 if kind == "add_mixed" else 100)  # every problem is on one side
+    assert len(trained) + len(held_out) == 100  # every problem is on one side
     assert 0.1 < len(held_out) / (len(trained) + len(held_out)) < 0.3
     distinct_at_first = len(set(evaluated[: len(held_out)]))
     assert distinct_at_first >= 0.9 * len(held_out)  # a bounded number of draws may miss the last few

@@ -6,10 +6,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rljax.envs.base import task_maker
@@ -55,8 +55,19 @@ def say(pool: LocalPool, name: str, text: str) -> Reply:
     return reply
 
 
-def workers_of(pid: int) -> list[psutil.Process]:
-    return [p for p in psutil.Process(pid).children() if "rljax.envs.worker" in p.cmdline()]
+def runs(pid: int) -> bool:
+    """Tell whether a process exists and is more than a zombie nobody has reaped."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def children() -> list[int]:
+    """Return the child processes of this one, zombies included (Linux)."""
+    return [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
 
 
 def wait_until(true: Callable[[], bool], seconds: float) -> bool:
@@ -188,10 +199,7 @@ def test_one_of_eight_hangs_three_times_over() -> None:
             assert time.monotonic() - started < TIMEOUT + SLACK
             assert [outcomes[name].value for name in names] == [0.0, 1.0, 0.0, None, 0.0, 1.0, 0.0, 1.0]
             assert outcomes[names[3]].status == "timeout"
-            assert len(workers_of(os.getpid())) >= 2
-        ours = {worker.process.pid for worker in pool._workers}
-        assert len(ours) == 2
-        assert all(psutil.pid_exists(pid) for pid in ours)
+            assert sum(runs(worker.process.pid) for worker in pool._workers) == 2
 
 
 def test_a_killed_worker_is_noticed_and_only_episodes_with_a_past_are_lost() -> None:
@@ -311,13 +319,12 @@ def test_misuse_is_refused(pool: LocalPool) -> None:
 
 
 def test_workers_that_cannot_start_end_the_pool_with_their_own_words() -> None:
-    before = len(workers_of(os.getpid()))
     pool = LocalPool("tests.envs.fails_in_worker:Unlicensed", {}, workers=2)
     pool.reset("a", a_task(), 0)
     with pytest.raises(RuntimeError, match="this machine has no licence") as caught:
         replies(pool, 1)
     assert "Traceback" in str(caught.value)
-    assert len(workers_of(os.getpid())) == before
+    assert not any(runs(worker.process.pid) for worker in pool._workers)
     with pytest.raises(ValueError, match="closed"):
         pool.poll(0.0)
 
@@ -348,8 +355,12 @@ def test_a_leaking_environment_stays_below_twice_the_cap(text: str) -> None:
 
 @linux_only
 def test_daemons_of_an_environment_die_with_its_worker(pool: LocalPool) -> None:
-    def daemons() -> list[psutil.Process]:
-        return [p for p in psutil.process_iter(["cmdline"]) if "faulty-daemon" in (p.info["cmdline"] or [])]
+    def daemons() -> list[str]:
+        found = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):  # it has just ended
+                found += [file.parent.name] if b"faulty-daemon\0" in file.read_bytes() else []
+        return found
 
     open_all(pool, ["d"])
     pool.step("d", "daemon")
@@ -360,10 +371,12 @@ def test_daemons_of_an_environment_die_with_its_worker(pool: LocalPool) -> None:
 
 
 @linux_only
-def test_closing_leaves_no_process_descriptor_thread_or_file() -> None:
+def test_closing_leaves_no_process_descriptor_thread_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
     def held() -> tuple[int, int, int, int]:
-        temporary = len(list(Path(tempfile.gettempdir()).glob("rljax-envs-*")))
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(psutil.Process().children()), temporary
+        temporary = len(list(tmp_path.iterdir()))
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(children()), temporary
 
     before = held()
     for _ in range(3):
@@ -399,10 +412,10 @@ with LocalPool("tests.envs.faulty:Faulty", {}, workers=2) as pool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=linux_only)])
-def test_no_worker_outlives_its_parent(number: signal.Signals) -> None:
+def test_no_worker_outlives_its_parent(number: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C reaches the whole terminal group; a kill reaches the parent alone."""
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=root
     ) as driver:
@@ -414,8 +427,7 @@ def test_no_worker_outlives_its_parent(number: signal.Signals) -> None:
             os.kill(pid, number)
         _, errors = driver.communicate(timeout=PATIENCE)
         assert "KeyboardInterrupt" in errors if number == signal.SIGINT else driver.returncode == -number
-    gone = lambda pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # noqa: E731
-    assert wait_until(lambda: all(map(gone, pids)), SLACK)
+    assert wait_until(lambda: not any(map(runs, pids)), SLACK)
 
 
 def test_scores_sum_rewards_and_keep_failures_apart() -> None:
@@ -450,4 +462,4 @@ def test_single_turn_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         sys.stdout.write(f"\n  arithmetic episodes through 2 workers: {rate:.0f}/s\n")
     assert judged == 1000
-    assert rate > 500  # 2,000 is the aim on an idle machine; neighbours may take three quarters of this one
+    assert rate > 200  # thousands on an idle machine; one request per look at the workers would give less than 100

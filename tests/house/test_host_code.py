@@ -30,7 +30,7 @@ def heavy_imports(modules: list[str]) -> dict[str, list[str]]:
 
 
 def test_host_code_does_not_bring_jax() -> None:
-    modules = ["rljax", "rljax.config", "rljax.records", "rljax.recipe", "rljax.manifest", "rljax.cli"]
+    modules = [f"rljax.{name}" for name in ("config", "records", "recipe", "manifest", "run_dir", "signals", "cli")]
     modules += [".".join(path.with_suffix("").parts) for path in files() if path.match("rljax/envs/*.py")]
     assert heavy_imports(modules) == {}
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.house.repository import ROOT, files, python_files
 
-EMPTY_NAME = re.compile(r"(utils?|common|core|helpers?|misc|base_.*|.*_base|.*_utils?|.*_helpers?|.*_v\d+)")
+EMPTY_NAME = re.compile(r"(utils?|common|core|helpers?|misc|base_.*|.*_utils?|.*_helpers?|.*_v\d+)")
 FUTURE_ANNOTATIONS = re.compile(r"^from __future__ import .*\bannotations\b", re.MULTILINE)
 
 # Folders and addresses of one person's machine, and hosts that only some networks reach.
