@@ -62,7 +62,9 @@ class ModelConfig(Section):
     checkpoint: PathOption = _option(Path("checkpoints/model"), "Checkpoint directory written by `rljax convert`.")
     param_dtype: DType = _option("float32", "Type of the stored (master) parameters.")
     compute_dtype: DType = _option("float32", "Type of the products in training and scoring; logits stay float32.")
-    remat: Literal["none", "full"] = _option("none", "What the backward pass recomputes: nothing, or every layer.")
+    remat: Literal["none", "dots", "full"] = _option(
+        "dots", "What the backward pass recomputes: nothing, all but the large products, or every layer."
+    )
 
 
 class MeshConfig(Section):

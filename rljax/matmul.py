@@ -34,6 +34,8 @@ def contract_rows(x: Float[Array, "*rows k"], g: Float[Array, "*rows n"]) -> Flo
 
     Rows of fewer than two dims are not split when their number is not a multiple of 8; the result is the same.
     """
+    if x.dtype != jnp.float32 and x.shape[-1] > g.shape[-1]:
+        return contract_rows(g, x).T  # the left side is brought into another layout first, so it had better be the small one
     if x.shape[-2] % _ROW_SPLIT == 0 and x.shape[-2] > _ROW_SPLIT:
         split = (*x.shape[:-2], x.shape[-2] // _ROW_SPLIT, _ROW_SPLIT)
         x, g = x.reshape(*split, x.shape[-1]), g.reshape(*split, g.shape[-1])

@@ -58,7 +58,11 @@ def test_a_round_trip_returns_the_same_bits_and_files(source: Path, tmp_path: Pa
     for name in tokenizer_files():
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "für alle"]
-    assert there.num_bytes == 4 * there.num_params == 4 * sum(value.size for value in load_file(source / "model.safetensors").values())
+    assert (
+        there.num_bytes
+        == 4 * there.num_params
+        == 4 * sum(value.size for value in load_file(source / "model.safetensors").values())
+    )
 
 
 def test_the_plan_is_one_to_one(source: Path, tmp_path: Path) -> None:

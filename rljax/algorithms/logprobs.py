@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rljax.matmul import contract_rows, product, product_transposed
+from rljax.mesh import LEARNER_RULES, constrain
 
 
 class _Settings(NamedTuple):
@@ -70,8 +71,7 @@ def softmax_statistics(
     centred = logits - top
     weights = jnp.exp(centred)
     total = jnp.sum(weights, axis=-1)
-    # A masked sum rather than a gather: it stays local where the vocabulary is split over devices.
-    chosen = jnp.sum(jnp.where(_is_target(targets, logits.shape[-1]), centred, 0.0), axis=-1)
+    chosen = jnp.squeeze(jnp.take_along_axis(centred, targets[..., None], axis=-1), -1)
     # 0 * log 0 is 0, so the factor is selected before the product.
     mean_centred = jnp.sum(weights * jnp.where(weights > 0, centred, 0.0), axis=-1) / total
     log_total = jnp.log(total)
@@ -85,7 +85,7 @@ def _outputs(settings: _Settings, hidden: Array, head: Array, targets: Array, le
 def _chunked_forward(
     settings: _Settings, hidden: Array, head: Array, targets: Array, length: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    compute_head = head.astype(hidden.dtype)
+    compute_head = _compute_head(head, hidden)
     empty = jnp.zeros(targets.shape, jnp.float32)
 
     def body(index: Array, outputs: tuple[Array, Array, Array]) -> tuple[Array, ...]:
@@ -101,7 +101,7 @@ def _chunked_backward(
     settings: _Settings, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, None]:
     hidden, head, targets, length, log_total = residuals
-    compute_head = head.astype(hidden.dtype)
+    compute_head = _compute_head(head, hidden)
     scaled = cotangents[0] / settings.temperature  # the entropy's cotangent is ignored: it is a measurement
 
     def body(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -123,6 +123,11 @@ def _chunked_backward(
 
 _chunked = jax.custom_vjp(_outputs, nondiff_argnums=(0,))
 _chunked.defvjp(_chunked_forward, _chunked_backward)
+
+
+def _compute_head(head: Array, hidden: Array) -> Array:
+    # Gathered over the devices that split its width here, once and in the compute dtype, not in every chunk.
+    return constrain(head.astype(hidden.dtype), LEARNER_RULES["vocab"], None)
 
 
 def _logits(settings: _Settings, rows: Array, head: Array) -> Array:

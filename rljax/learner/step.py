@@ -129,7 +129,7 @@ def _forward(learner: Learner, params: Params, micro: DeviceBatch) -> tuple[Arra
     config = learner.config
     decoder = merge(learner.arch, params)
     dtype = jnp.dtype(config.model.compute_dtype)
-    hidden, _ = decoder(micro.tokens, micro.positions, micro.segments, dtype=dtype, remat=config.model.remat == "full")
+    hidden, _ = decoder(micro.tokens, micro.positions, micro.segments, dtype=dtype, remat=config.model.remat)
     picked = constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), DATA_AXES)
     return token_logprobs(
         picked,

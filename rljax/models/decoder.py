@@ -7,13 +7,14 @@ Queries, keys and values of one key-value head are stored next to each other in 
 the gated MLP: one product where there would be three or two, and a tensor-parallel split that never cuts a group.
 """
 
-from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.matmul import matmul
@@ -23,6 +24,11 @@ from rljax.models.attention import attend, segment_mask
 from rljax.pytree import Params
 
 INIT_STD = 0.02
+
+Remat = Literal["none", "dots", "full"]
+"""What the backward pass recomputes."""
+
+_SAVED = "product"  # name of the products that `dots` keeps
 
 
 class KeyValue(NamedTuple):
@@ -56,14 +62,14 @@ class Block(nnx.Module):
         dtype: jnp.dtype,
     ) -> tuple[Float[Array, "b s d"], KeyValue]:
         """Return the block's output, and the cache with these tokens written (without a cache: their keys and values)."""
-        qkv = project(rms_norm(hidden, self.attn_norm[...], self.eps).astype(dtype), self.qkv[...])
+        qkv = keep(project(rms_norm(hidden, self.attn_norm[...], self.eps).astype(dtype), self.qkv[...]))
         query, key = rotate(qkv[..., :-2, :], rope[:, :, None, None]), rotate(qkv[..., -2, :], rope[:, :, None])
         fresh = KeyValue(jnp.swapaxes(key, 1, 2), jnp.swapaxes(qkv[..., -1, :], 1, 2))
         seen = fresh if cache is None else KeyValue(*(write(*pair, positions) for pair in zip(cache, fresh, strict=True)))
-        hidden = hidden + project(attend(query, *seen, mask), self.out[...], inputs=3)
-        gate_up = project(rms_norm(hidden, self.mlp_norm[...], self.eps).astype(dtype), self.gate_up[...])
-        gated = jax.nn.silu(gate_up[..., 0, :].astype(jnp.float32)) * gate_up[..., 1, :]
-        return hidden + project(gated.astype(dtype), self.down[...]), seen
+        attended = keep(attend(query, *seen, mask))
+        hidden = hidden + keep(project(attended, self.out[...], inputs=3))
+        gate_up = keep(project(rms_norm(hidden, self.mlp_norm[...], self.eps).astype(dtype), self.gate_up[...]))
+        return hidden + project(swiglu(gate_up), self.down[...]), seen
 
 
 class Decoder(nnx.Module):
@@ -97,15 +103,15 @@ class Decoder(nnx.Module):
         cache: Sequence[KeyValue] | None = None,
         *,
         dtype: jnp.dtype,
-        remat: bool = False,
+        remat: Remat = "none",
     ) -> tuple[Float[Array, "b s d"], KeyValue | tuple[KeyValue, ...]]:
         """Return the normalised final hidden states, and per layer the keys and values.
 
         Without a cache, a token sees the tokens of its own segment at its own or an earlier position; segment 0 is
         padding, whose outputs are finite and mean nothing. With a cache (one entry per block, separate layout only)
         these tokens are written at their positions first, and each sees all positions up to its own. Products are made
-        in `dtype` with float32 sums, everything between them in float32. `remat` recomputes every block in the
-        backward pass.
+        in `dtype` with float32 sums, everything between them in float32. `remat` is what the
+        backward pass recomputes: nothing, all but the large products (`dots`), or every block (`full`).
         """
         rope = rope_table(self.arch, positions)
         if cache is None:
@@ -121,7 +127,7 @@ class Decoder(nnx.Module):
                 hidden, seen = nnx.merge(graph, state)(hidden, rope, positions, mask, None, dtype)
                 return constrain(hidden, DATA_AXES, "context"), seen
 
-            hidden, seen = jax.lax.scan(jax.checkpoint(block) if remat else block, hidden, stacked)
+            hidden, seen = jax.lax.scan(_REMAT[remat](block), hidden, stacked)
         else:
             seen = []
             for index, layer in enumerate(self.layers):
@@ -156,6 +162,50 @@ def project(x: Array, weight: Array, inputs: int = 1) -> Array:
     rows, out = x.shape[: x.ndim - inputs], weight.shape[inputs:]
     flat = matmul(x.reshape(*rows, -1), weight.reshape(-1, _size(out)))
     return flat.reshape(*rows, *out)
+
+
+def keep(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Mark a value that the `dots` policy keeps for the backward pass; changes nothing.
+
+    A bfloat16 value is kept as integers: XLA:CPU stacks bfloat16 values of scanned layers by rewriting the whole stack
+    for each layer.
+    """
+    return _keep_bits(x) if x.dtype == jnp.bfloat16 else checkpoint_name(x, _SAVED)
+
+
+def _named_bits(x: Array) -> Array:
+    bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), _SAVED)
+    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+_keep_bits = jax.custom_jvp(_named_bits)
+_keep_bits.defjvp(lambda primals, tangents: (_named_bits(*primals), tangents[0]))
+
+
+@jax.custom_vjp
+def swiglu(gate_up: Float[Array, "*b 2 f"]) -> Float[Array, "*b f"]:
+    """Return silu(gate) * up, in float32 inside (arXiv:2002.05202 eq. 6, SwiGLU)."""
+    gate, up = _halves(gate_up)
+    return (gate * jax.nn.sigmoid(gate) * up).astype(gate_up.dtype)
+
+
+def _swiglu_forward(gate_up: Array) -> tuple[Array, Array]:
+    return swiglu(gate_up), gate_up
+
+
+def _swiglu_backward(gate_up: Array, cotangent: Array) -> tuple[Array]:
+    # Written out, so that both halves are made in one pass instead of being padded and added.
+    gate, up = _halves(gate_up)
+    share, cotangent = jax.nn.sigmoid(gate), cotangent.astype(jnp.float32)
+    d_gate = cotangent * up * share * (1 + gate * (1 - share))
+    return (jnp.stack([d_gate, cotangent * gate * share], axis=-2).astype(gate_up.dtype),)
+
+
+def _halves(gate_up: Array) -> tuple[Array, Array]:
+    return gate_up[..., 0, :].astype(jnp.float32), gate_up[..., 1, :].astype(jnp.float32)
+
+
+swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def rms_norm(x: Float[Array, "*b d"], scale: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
@@ -234,3 +284,11 @@ def _size(shape: tuple[int, ...]) -> int:
     for dim in shape:
         size *= dim
     return size
+
+
+_REMAT: dict[Remat, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "none": lambda block: block,
+    # Norms, rotations, softmax and activations cost little to compute again and much to keep.
+    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_SAVED)),
+    "full": jax.checkpoint,
+}

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rljax.algorithms.logprobs import softmax_statistics, token_logprobs
 
@@ -138,19 +139,28 @@ def test_no_buffer_holds_the_logits_of_all_positions():
         assert f"[{s},{v}]" not in text
 
 
-def test_rows_may_be_split_over_devices():
-    mesh = jax.make_mesh((len(jax.devices()),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-    hidden, head, targets = inputs(b=2 * len(jax.devices()))
+def test_rows_vocabulary_and_width_may_be_split_over_devices():
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    hidden, head, targets = inputs(b=4, s=16, v=38)
 
     def loss(h, w, t):
         return jnp.sum(token_logprobs(h, w, t, temperature=1.0, chunk=4)[0])
 
     grad = jax.jit(jax.value_and_grad(loss, (0, 1)))
     one = grad(hidden, head, targets)
-    many = grad(jax.device_put(hidden, split), head, jax.device_put(targets, split))
-    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
+    specs = (PartitionSpec("fsdp"), PartitionSpec("tensor", "fsdp"), PartitionSpec("fsdp"))
+    placed = [jax.device_put(x, NamedSharding(mesh, p)) for x, p in zip((hidden, head, targets), specs, strict=True)]
+    with jax.set_mesh(mesh):
+        compiled = grad.lower(*placed).compile()
+    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(compiled(*placed)), strict=True):
         np.testing.assert_allclose(left, right, rtol=FLOAT32, atol=FLOAT32)
+    text = compiled.as_text()
+    assert text is not None
+    gathers = [line for line in text.splitlines() if "all-gather" in line and "op_name" in line]
+    assert gathers
+    assert not [line for line in gathers if "while/body" in line]  # the head is gathered once, not in every chunk
 
 
 @pytest.mark.parametrize(("option", "value"), [("temperature", 0.0), ("chunk", 0)])

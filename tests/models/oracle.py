@@ -129,25 +129,26 @@ def _logits(arch: Arch, params: Params, ids: Any, positions: Any, segments: Any)
 
 def our_logits(arch: Arch, params: Params, ids: np.ndarray, positions: Any = None, segments: Any = None) -> np.ndarray:
     """Return our float32 logits [b, s, v]."""
-    ids = jnp.asarray(ids, jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape) if positions is None else positions
-    segments = jnp.ones_like(ids) if segments is None else segments
-    return np.asarray(_logits(arch, params, ids, jnp.asarray(positions, jnp.int32), jnp.asarray(segments, jnp.int32)))
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape) if positions is None else positions
+    segments = np.ones_like(ids) if segments is None else segments
+    return np.asarray(_logits(arch, params, *(jnp.asarray(part, jnp.int32) for part in (ids, positions, segments))))
 
 
-def their_logits(model: transformers.LlamaForCausalLM, ids: np.ndarray) -> np.ndarray:
+def their_logits(model: Any, ids: np.ndarray) -> np.ndarray:
     """Return the reference's float32 logits [b, s, v]."""
     with torch.no_grad():
         return model(torch.tensor(ids)).logits.float().numpy()
 
 
-def their_greedy(model: transformers.LlamaForCausalLM, prompt: Sequence[int], steps: int) -> list[int]:
-    """Return the reference's most likely continuation, end tokens not heeded."""
-    ids = torch.tensor([list(prompt)])
-    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)  # without an end token
+def their_greedy(model: transformers.LlamaForCausalLM, prompts: Sequence[Sequence[int]], steps: int) -> list[list[int]]:
+    """Return the reference's most likely continuations, end tokens not heeded; prompts are padded on the left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    generator: Any = model  # the library's protocol for `generate` does not fit its own models
+    generator.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)  # without an end token
     with torch.no_grad():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps)
-    return out[0, ids.shape[1] :].tolist()
+        return generator.generate(ids, attention_mask=mask, max_new_tokens=steps)[:, width:].tolist()
 
 
 @partial(jax.jit, static_argnums=(0, 4))

@@ -26,7 +26,9 @@ def meaning(**changes: Any) -> Arch:
 
 
 def test_null_means_absent() -> None:
-    nulls = dict.fromkeys(("head_dim", "sliding_window", "rope_scaling", "pad_token_id", "num_key_value_heads", "rope_parameters"))
+    nulls = dict.fromkeys(
+        ("head_dim", "sliding_window", "rope_scaling", "pad_token_id", "num_key_value_heads", "rope_parameters")
+    )
     absent = {key: value for key, value in CONFIG.items() if key not in nulls}
     assert meaning(**nulls) == arch_from_config(absent)[0]
     assert meaning(head_dim=None).head_dim == 16
@@ -35,7 +37,12 @@ def test_null_means_absent() -> None:
 
 def test_an_explicit_head_dim_wins_and_shapes_follow() -> None:
     shapes = {slot.name.split(".")[-2]: slot.shape for slot in slots(meaning(head_dim=32))}
-    assert (shapes["q_proj"], shapes["k_proj"], shapes["v_proj"], shapes["o_proj"]) == ((128, 64), (64, 64), (64, 64), (64, 128))
+    assert (shapes["q_proj"], shapes["k_proj"], shapes["v_proj"], shapes["o_proj"]) == (
+        (128, 64),
+        (64, 64),
+        (64, 64),
+        (64, 128),
+    )
 
 
 def test_old_and_new_rope_keys_mean_the_same() -> None:
@@ -68,7 +75,9 @@ def test_llama3_frequencies_are_the_published_ones() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rope_tables_equal_the_references(variant: str) -> None:
     model = make_llama(**VARIANTS[variant])
-    arch, _ = arch_from_config(json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": ["LlamaForCausalLM"]})
+    arch, _ = arch_from_config(
+        json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": ["LlamaForCausalLM"]}
+    )
     table = model.model.rotary_emb.inv_freq.numpy()
     np.testing.assert_allclose(arch.rope.inverse_frequencies(arch.head_dim), table, rtol=REFERENCE_RTOL)
 
@@ -110,7 +119,9 @@ def test_what_rljax_cannot_compute_is_refused_by_name(changes: dict[str, Any], n
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_written_config_means_the_same_to_both_sides(variant: str, tmp_path: Path) -> None:
     arch = meaning(rope_theta=None, **{"rope_parameters": {"rope_theta": 1e6}, **VARIANTS[variant]})
-    (tmp_path / "config.json").write_text(json.dumps(config_from_arch(arch, "bfloat16", {"bos_token_id": 0, "eos_token_id": [2, 0]})))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_from_arch(arch, "bfloat16", {"bos_token_id": 0, "eos_token_id": [2, 0]}))
+    )
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     assert arch_from_config(json.loads((tmp_path / "config.json").read_text())) == (arch, [])
     assert arch_from_config(json.loads(theirs.to_json_string(use_diff=False))) == (arch, [])
@@ -146,7 +157,9 @@ def test_export_is_read_back_by_both_sides_bit_by_bit(tiny: Path, tmp_path: Path
     source = load_file(tiny / "model.safetensors")
     names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     written = {name: value for file in names for name, value in load_file(tmp_path / file).items()}
-    assert {name: value.tobytes() for name, value in written.items()} == {name: value.tobytes() for name, value in source.items()}
+    assert {name: value.tobytes() for name, value in written.items()} == {
+        name: value.tobytes() for name, value in source.items()
+    }
     index = tmp_path / "model.safetensors.index.json"
     assert index.exists() == (len(names) > 1) == (shard_size < 10**9)
     if len(names) > 1:
@@ -166,7 +179,11 @@ def test_export_rounds_to_the_nearest_even_bfloat16(tiny: Path, tmp_path: Path) 
     params["final_norm"][:2] = 1.00390625, 1.01171875
     write_hf(tmp_path, arch, params, {}, "bfloat16", 10**9)
     stored = load_file(tmp_path / "model.safetensors")["model.norm.weight"]
-    assert (stored[:2].astype(np.float32).tolist(), stored.dtype.name, stored.dtype.itemsize) == ([1.0, 1.015625], "bfloat16", 2)
+    assert (stored[:2].astype(np.float32).tolist(), stored.dtype.name, stored.dtype.itemsize) == (
+        [1.0, 1.015625],
+        "bfloat16",
+        2,
+    )
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 

