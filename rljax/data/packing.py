@@ -1,22 +1,23 @@
-"""Packing: rollouts of any length into micro-batches of full rows.
+"""Packing: rollouts of any length into micro-batches of full rows, the prompt of a group stored once.
 
 Owns the layout of a training batch: which rollout stands in which row, positions, segments, the label shift, the loss
 mask and the padding. Refuses to own advantages, weights and devices; it runs on the host, in numpy.
 
-    row      tokens    p p p A A A A e | q q B B B e |  0  0     p q: prompts, A B: model tokens, e: end tokens
-             positions 0 1 2 3 4 5 6 7 | 0 1 2 3 4 5 |  0  0
-             segments  1 1 1 1 1 1 1 1 | 2 2 2 2 2 2 |  0  0
-    scored   index     2 3 4 5 6  9 10 11 12   0 0 ...           the hidden state at `index` predicts `target`
-             target    A A A A e  B B  B  e    0 0 ...           shifted here, once; no one shifts again
+    row      tokens    p p p A A e | B B B e | q q C C e |  0     p q: prompts, A B C: model tokens, e: end tokens
+             positions 0 1 2 3 4 5 | 3 4 5 6 | 0 1 2 3 4 |  0     A and B continue the same prompt p
+             segments  1 1 1 2 2 2 | 3 3 3 3 | 4 4 4 4 4 |  0
+             parents   0 0 0 1 1 1 | 1 1 1 1 | 0 0 0 0 0 |  0     A and B see p, not each other
+    scored   index     2 3 4  2 6 7 8  11 12 13   0 ...           the hidden state at `index` predicts `target`
+             target    A A e  B B B e  C  C  e    0 ...           shifted here, once; no one shifts again
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from rljax.records import Rollout
+from rljax.records import Provenance, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,9 @@ class Batch:
     positions: Int[np.ndarray, "m r s"]
     """Position of each token in its rollout, int32."""
     segments: Int[np.ndarray, "m r s"]
-    """Which rollout of the row a token belongs to, from 1; 0 is padding; int32."""
+    """Which stretch of the row a token belongs to, from 1: a rollout, a shared prompt or what follows one; 0 is padding; int32."""
+    parents: Int[np.ndarray, "m r s"]
+    """Segment of the shared prompt that a token also sees; 0 where its own segment is all; int32."""
     score_index: Int[np.ndarray, "m r j"]
     """Position in the row whose hidden state predicts the scored token, int32; filler slots point at 0."""
     targets: Int[np.ndarray, "m r j"]
@@ -136,8 +139,9 @@ def pack(
     *,
     mask_truncated: bool,
 ) -> Batch:
-    """Pack the used rollouts that have loss tokens, first-fit by decreasing length; none is ever split.
+    """Pack the used rollouts that have loss tokens, first-fit by decreasing length; none is ever split over rows.
 
+    Rollouts that start with the same prompt stand together and share one copy of it, as many as fit a row.
     `advantages` and `weights` (the loss weight of each of its tokens) are per rollout. The result depends on the
     inputs alone. Rows are ordered by their number of scored tokens, so that micro-batches waste few slots.
     Raises ValueError for a rollout that is longer than a row or whose first token is the model's (nothing predicts it).
@@ -146,30 +150,32 @@ def pack(
     chosen = [index for index in range(len(rollouts)) if used[index] and masks[index].any()]
     for index in chosen:
         _check(rollouts[index], masks[index], shape.length)
-    rows = _first_fit([(index, len(rollouts[index].tokens)) for index in chosen], shape.length)
-    rows.sort(key=lambda row: -sum(int(masks[index].sum()) for index in row))  # stable, so still deterministic
-    assert len(rows) <= shape.micro_batches * shape.rows, f"{len(rows)} rows do not fit {shape}"
+    rows = _fill_rows(rollouts, chosen, shape)
+    rows.sort(key=lambda row: -sum(int(masks[index].sum()) for bundle in row for index in bundle))  # stable: deterministic
 
     size = (shape.micro_batches * shape.rows, shape.length)
-    integers = {name: np.zeros(size, np.int32) for name in ("tokens", "positions", "segments", "score_index", "targets")}
+    integers = {name: np.zeros(size, np.int32) for name in _INTEGERS}
     floats = {name: np.zeros(size, np.float32) for name in ("logp_behavior", "advantage", "weight")}
     mask, owner = np.zeros(size, bool), np.full(size, -1, np.int32)
-    for row, members in enumerate(rows):
-        start = slot = 0
-        for segment, index in enumerate(members, start=1):
-            rollout, where = rollouts[index], np.flatnonzero(masks[index])
-            here = slice(start, start + len(rollout.tokens))
-            integers["tokens"][row, here] = rollout.tokens
-            integers["positions"][row, here] = np.arange(len(rollout.tokens))
-            integers["segments"][row, here] = segment
+    for row, bundles in enumerate(rows):
+        slot = 0
+        for stretch in _stretches(rollouts, bundles):
+            rollout, here = rollouts[stretch.rollout], slice(stretch.start, stretch.start + stretch.stop - stretch.first)
+            integers["tokens"][row, here] = rollout.tokens[stretch.first : stretch.stop]
+            integers["positions"][row, here] = np.arange(stretch.first, stretch.stop)
+            integers["segments"][row, here] = stretch.segment
+            integers["parents"][row, here] = stretch.parent
+            where = np.flatnonzero(masks[stretch.rollout][stretch.first : stretch.stop])
             slots = slice(slot, slot + len(where))
-            integers["score_index"][row, slots] = start + where - 1  # the token before predicts it
-            integers["targets"][row, slots] = rollout.tokens[where]
-            floats["logp_behavior"][row, slots] = rollout.logp_behavior[where]
-            floats["advantage"][row, slots] = advantages[index]
-            floats["weight"][row, slots] = weights[index]
-            mask[row, slots], owner[row, slots] = True, index
-            start, slot = here.stop, slots.stop
+            # The token before predicts it; before the first of a continuation stands the end of the shared prompt.
+            before = np.where(where == 0, stretch.prompt_end, stretch.start + where - 1)
+            integers["score_index"][row, slots] = before
+            integers["targets"][row, slots] = rollout.tokens[stretch.first + where]
+            floats["logp_behavior"][row, slots] = rollout.logp_behavior[stretch.first + where]
+            floats["advantage"][row, slots] = advantages[stretch.rollout]
+            floats["weight"][row, slots] = weights[stretch.rollout]
+            mask[row, slots], owner[row, slots] = True, stretch.rollout
+            slot = slots.stop
 
     def micro(array: np.ndarray) -> np.ndarray:
         return array.reshape(shape.micro_batches, shape.rows, shape.length)
@@ -196,16 +202,72 @@ def _check(rollout: Rollout, mask: np.ndarray, length: int) -> None:
         raise ValueError(f"{name} starts with a model token, which nothing predicts; give its prompt at least one token")
 
 
-def _first_fit(sizes: Sequence[tuple[int, int]], length: int) -> list[list[int]]:
-    """Put (index, size) items into rows of `length`, largest first, each into the first row with room."""
-    rows: list[list[int]] = []
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Consecutive tokens of one rollout and where they stand in a row."""
+
+    rollout: int
+    first: int
+    stop: int
+    start: int
+    segment: int
+    parent: int
+    prompt_end: int  # position in the row of the token before `first`, when it stands in another segment
+
+
+def _stretches(rollouts: Sequence[Rollout], bundles: Sequence[Sequence[int]]) -> Iterator[_Stretch]:
+    """Lay out the bundles of one row: whole rollouts, or a shared prompt and what each of its rollouts adds."""
+    start, segment = 0, 1
+    for bundle in bundles:
+        prompt = prompt_length(rollouts[bundle[0]]) if len(bundle) > 1 else 0
+        parent, prompt_end = 0, start
+        if prompt:
+            yield _Stretch(bundle[0], 0, prompt, start, segment, 0, start)
+            parent, prompt_end = segment, start + prompt - 1
+            start, segment = start + prompt, segment + 1
+        for index in bundle:
+            stop = len(rollouts[index].tokens)
+            yield _Stretch(index, prompt, stop, start, segment, parent, prompt_end)
+            start, segment = start + stop - prompt, segment + 1
+
+
+def prompt_length(rollout: Rollout) -> int:
+    """Return how many tokens come before the first that the model or the environment wrote."""
+    return int(np.argmax(np.append(rollout.provenance, -1) != Provenance.PROMPT))
+
+
+def _fill_rows(rollouts: Sequence[Rollout], chosen: Sequence[int], shape: PackShape) -> list[list[tuple[int, ...]]]:
+    """Return, per row, its bundles: rollouts that share a prompt."""
+    families: dict[bytes, list[int]] = {}
+    for index in chosen:
+        families.setdefault(rollouts[index].tokens[: prompt_length(rollouts[index])].tobytes(), []).append(index)
+    bundles: list[tuple[tuple[int, ...], int]] = []
+    for family in families.values():
+        prompt = prompt_length(rollouts[family[0]])
+        rests = [((index,), len(rollouts[index].tokens) - prompt) for index in family]
+        for members in _first_fit(rests, shape.length - prompt):
+            bundle = tuple(index for (index,) in members)
+            bundles.append((bundle, prompt + sum(len(rollouts[index].tokens) - prompt for index in bundle)))
+    rows = _first_fit(bundles, shape.length)
+    if len(rows) > shape.micro_batches * shape.rows:  # bundles may leave gaps that single rollouts do not
+        rows = _first_fit([((index,), len(rollouts[index].tokens)) for index in chosen], shape.length)
+    assert len(rows) <= shape.micro_batches * shape.rows, f"{len(rows)} rows do not fit {shape}"
+    return rows
+
+
+def _first_fit(sizes: Sequence[tuple[tuple[int, ...], int]], length: int) -> list[list[tuple[int, ...]]]:
+    """Put (item, size) pairs into rows of `length`, largest first, each into the first row with room."""
+    rows: list[list[tuple[int, ...]]] = []
     room = np.zeros(len(sizes), np.int64)
-    for index, size in sorted(sizes, key=lambda item: (-item[1], item[0])):
+    for item, size in sorted(sizes, key=lambda pair: (-pair[1], pair[0])):
         fits = room[: len(rows)] >= size
         row = int(np.argmax(fits)) if fits.any() else len(rows)
         if row == len(rows):
             rows.append([])
             room[row] = length
-        rows[row].append(index)
+        rows[row].append(item)
         room[row] -= size
     return rows
+
+
+_INTEGERS = ("tokens", "positions", "segments", "parents", "score_index", "targets")

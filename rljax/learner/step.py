@@ -42,6 +42,7 @@ class DeviceBatch:
     tokens: Int[Array, "m r s"]
     positions: Int[Array, "m r s"]
     segments: Int[Array, "m r s"]
+    parents: Int[Array, "m r s"]
     score_index: Int[Array, "m r j"]
     targets: Int[Array, "m r j"]
     mask: Bool[Array, "m r j"]
@@ -129,7 +130,8 @@ def _forward(learner: Learner, params: Params, micro: DeviceBatch) -> tuple[Arra
     config = learner.config
     decoder = merge(learner.arch, params)
     dtype = jnp.dtype(config.model.compute_dtype)
-    hidden, _ = decoder(micro.tokens, micro.positions, micro.segments, dtype=dtype, remat=config.model.remat)
+    rows = (micro.tokens, micro.positions, micro.segments)
+    hidden, _ = decoder(*rows, parents=micro.parents, dtype=dtype, remat=config.model.remat)
     picked = constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), DATA_AXES)
     return token_logprobs(
         picked,

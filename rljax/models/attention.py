@@ -11,10 +11,17 @@ from jaxtyping import Array, Bool, Float, Int
 _MASKED = -1e30  # finite, so that a row with nothing to attend to stays free of NaN
 
 
-def segment_mask(positions: Int[Array, "b s"], segments: Int[Array, "b s"]) -> Bool[Array, "b s s"]:
-    """Return which keys each query may see: the same segment, not later; segment 0 is padding and sees nothing."""
-    same = (segments[:, :, None] == segments[:, None, :]) & (segments > 0)[:, :, None]
-    return same & (positions[:, :, None] >= positions[:, None, :])
+def segment_mask(
+    positions: Int[Array, "b s"], segments: Int[Array, "b s"], parents: Int[Array, "b s"] | None = None
+) -> Bool[Array, "b s s"]:
+    """Return which keys each query may see: of its own segment or that segment's parent, and not later.
+
+    Segment 0 is padding and sees nothing; parent 0 is no parent.
+    """
+    own = segments[:, :, None] == segments[:, None, :]
+    if parents is not None:
+        own |= (parents[:, :, None] == segments[:, None, :]) & (parents > 0)[:, :, None]
+    return own & (segments > 0)[:, :, None] & (positions[:, :, None] >= positions[:, None, :])
 
 
 def attend(

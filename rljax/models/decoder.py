@@ -102,20 +102,22 @@ class Decoder(nnx.Module):
         segments: Int[Array, "b s"],
         cache: Sequence[KeyValue] | None = None,
         *,
+        parents: Int[Array, "b s"] | None = None,
         dtype: jnp.dtype,
         remat: Remat = "none",
     ) -> tuple[Float[Array, "b s d"], KeyValue | tuple[KeyValue, ...]]:
         """Return the normalised final hidden states, and per layer the keys and values.
 
-        Without a cache, a token sees the tokens of its own segment at its own or an earlier position; segment 0 is
-        padding, whose outputs are finite and mean nothing. With a cache (one entry per block, separate layout only)
+        Without a cache, a token sees the tokens of its own segment, and of the segment that `parents` names for it (a
+        prompt that several continuations share), at its own or an earlier position; segment 0 is padding, whose outputs
+        are finite and mean nothing. With a cache (one entry per block, separate layout only)
         these tokens are written at their positions first, and each sees all positions up to its own. Products are made
         in `dtype` with float32 sums, everything between them in float32. `remat` is what the
         backward pass recomputes: nothing, all but the large products (`dots`), or every block (`full`).
         """
         rope = rope_table(self.arch, positions)
         if cache is None:
-            mask = segment_mask(positions, segments)
+            mask = segment_mask(positions, segments, parents)
         else:
             mask = jnp.arange(cache[0].key.shape[2])[None, None, :] <= positions[:, :, None]
         hidden = jnp.take(self.embed[...], tokens, axis=0).astype(jnp.float32)

@@ -32,7 +32,7 @@ def random_rollouts(count, longest, seed):
     for attempt in range(count):
         n = int(rng.integers(2, longest + 1))
         provenance = np.concatenate([[P], rng.choice([P, M, E], n - 1)])
-        tokens = rng.integers(0, 9, n)
+        tokens = np.concatenate([[attempt], rng.integers(0, 9, n - 1)])  # no two prompts are equal
         made.append(rollout(tokens, provenance, logp=np.where(provenance == M, rng.normal(size=n), 0), attempt=attempt))
     return made
 
@@ -48,6 +48,25 @@ def packed(rollouts, *, length=8, rows=2, mask_truncated=False, used=None, weigh
         pack_shape(pack_length=length, longest_rollout=longest, num_rollouts=n, rows=rows),
         mask_truncated=mask_truncated,
     )
+
+
+def sequences_of(batch, micro, row):
+    """Where each rollout's tokens stand in the row: its shared prompt, if it has one, and its own segment."""
+    segments, parents, owners = batch.segments[micro, row], batch.parents[micro, row], batch.rollout[micro, row]
+    found, taken = {}, set()
+    for source in sorted(set(owners.tolist()) - {-1}):
+        index, targets = batch.score_index[micro, row][owners == source], batch.targets[micro, row][owners == source]
+        for segment in set(segments.tolist()) - {0} - taken:
+            own = np.flatnonzero(segments == segment)
+            prompt = np.flatnonzero(segments == parents[own[0]]) if parents[own[0]] else own[:0]
+            whole = np.concatenate([prompt, own])
+            after = dict(zip(whole[:-1], batch.tokens[micro, row, whole[1:]], strict=True))
+            if all(after.get(i) == t for i, t in zip(index, targets, strict=True)) and whole[-1] >= index.max():
+                found[source] = whole
+                taken.add(segment)
+                assert (np.diff(own) == 1).all()  # never split
+                break
+    return found
 
 
 def test_one_row_is_laid_out_as_documented():
@@ -90,20 +109,14 @@ def test_every_used_token_is_packed_once_and_nothing_else_is_scored(seed):
     assert sorted(set(batch.rollout[batch.mask].tolist())) == expected
     assert (batch.rollout[~batch.mask] == -1).all()
     for micro, row in np.ndindex(batch.tokens.shape[:2]):
-        segments, mask = batch.segments[micro, row], batch.mask[micro, row]
-        owner = batch.rollout[micro, row][mask]
-        for segment in range(1, segments.max(initial=0) + 1):
-            where = np.flatnonzero(segments == segment)
-            assert (np.diff(where) == 1).all()  # never split
-            index = batch.score_index[micro, row][mask]
-            mine = (index >= where[0]) & (index <= where[-1])
-            (source,) = set(owner[mine].tolist())
-            original = rollouts[source]
+        for source, where in sequences_of(batch, micro, row).items():
+            original, mine = rollouts[source], batch.rollout[micro, row] == source
             np.testing.assert_array_equal(batch.tokens[micro, row, where], original.tokens)
             np.testing.assert_array_equal(batch.positions[micro, row, where], np.arange(len(original.tokens)))
-            np.testing.assert_array_equal(index[mine] - where[0] + 1, np.flatnonzero(original.provenance == M))
-            np.testing.assert_array_equal(batch.targets[micro, row][mask][mine], original.tokens[original.mask])
-            np.testing.assert_array_equal(batch.logp_behavior[micro, row][mask][mine], original.logp_behavior[original.mask])
+            before = where[np.flatnonzero(original.provenance == M) - 1]
+            np.testing.assert_array_equal(batch.score_index[micro, row][mine], before)
+            np.testing.assert_array_equal(batch.targets[micro, row][mine], original.tokens[original.mask])
+            np.testing.assert_array_equal(batch.logp_behavior[micro, row][mine], original.logp_behavior[original.mask])
             expected.remove(source)
     assert not expected
     assert batch.scored.tolist() == batch.mask.sum(axis=2).max(axis=1).tolist()
@@ -112,8 +125,41 @@ def test_every_used_token_is_packed_once_and_nothing_else_is_scored(seed):
     assert batch.padding_fraction == pytest.approx(1 - (real > 0).sum() / real.size)
 
 
+def test_a_prompt_is_stored_once_and_its_continuations_follow_it():
+    first = rollout([7, 8, 9, 1, 2, 0], [P, P, P, M, M, M], logp=[0, 0, 0, -0.1, -0.2, -0.3])
+    second = rollout([7, 8, 9, 3, 4, 5, 0], [P, P, P, M, E, M, M], attempt=1)
+    other = rollout([7, 8, 6, 0], [P, P, P, M], attempt=2)
+    batch = packed([first, second, other], length=14, rows=1)
+    np.testing.assert_array_equal(batch.tokens[0, 0], [7, 8, 9, 3, 4, 5, 0, 1, 2, 0, 7, 8, 6, 0])
+    np.testing.assert_array_equal(batch.positions[0, 0], [0, 1, 2, 3, 4, 5, 6, 3, 4, 5, 0, 1, 2, 3])
+    np.testing.assert_array_equal(batch.segments[0, 0], [1] * 3 + [2] * 4 + [3] * 3 + [4] * 4)
+    np.testing.assert_array_equal(batch.parents[0, 0], [0] * 3 + [1] * 7 + [0] * 4)
+    np.testing.assert_array_equal(batch.score_index[0, 0, :7], [2, 4, 5, 2, 7, 8, 12])
+    np.testing.assert_array_equal(batch.targets[0, 0, :7], [3, 5, 0, 1, 2, 0, 0])
+    np.testing.assert_allclose(batch.logp_behavior[0, 0, 3:6], [-0.1, -0.2, -0.3])
+    assert batch.num_micro == 1
+    assert batch.padding_fraction == 0
+
+
+def test_a_group_too_large_for_a_row_gets_its_prompt_once_per_row():
+    group = [rollout([7, 7, i, i, i, i], [P, P, M, M, M, M], attempt=i) for i in range(5)]
+    batch = packed(group, length=10, rows=1)
+    held = [(row > 0).sum() for row in batch.segments[:, 0]]
+    assert sorted(held, reverse=True)[:3] == [10, 10, 6]
+
+
+def test_rollouts_stand_alone_where_shared_prompts_would_leave_gaps():
+    # With its prompt shared, a family of five fills a row with three and 7 of the 12 places of another with two; no two
+    # such pairs fit together, so three families need six rows. Alone, three of 4 tokens fill a row: five rows, as promised.
+    group = [rollout([i // 5, 1, 1, 1], [P, M, M, M], attempt=i) for i in range(15)]
+    batch = packed(group, length=12, rows=1)
+    assert batch.num_micro == len(batch.tokens) == 5
+    assert batch.mask.sum() == 45
+    assert not batch.parents.any()
+
+
 def test_packing_is_deterministic_and_dense():
-    rollouts = [rollout([1] * n, [P] + [M] * (n - 1)) for n in (3, 5, 4, 4, 2, 6)]
+    rollouts = [rollout([n] * size, [P] + [M] * (size - 1)) for n, size in enumerate((3, 5, 4, 4, 2, 6))]
     batch, again = packed(rollouts, length=8), packed(rollouts, length=8)
     for name in ("tokens", "segments", "rollout"):
         np.testing.assert_array_equal(getattr(batch, name), getattr(again, name))
