@@ -6,7 +6,8 @@ sampling and templates.
 
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,13 @@ class ChatOptions:
     """Seed of the draws; a random one when it is None."""
     system: str | None = None
     """System message."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.max_tokens < 1 or self.context < 1:
+            raise ValueError(
+                f"--temperature must be at least 0, --max-tokens and --context at least 1; got {self.temperature}, "
+                f"{self.max_tokens} and {self.context}"
+            )
 
 
 class Chat:
@@ -94,14 +102,20 @@ class Chat:
         """Begin a new conversation."""
         self.messages = [{"role": "system", "content": system}] if system else []
 
-    def say(self, text: str) -> Iterator[str]:
+    def say(self, text: str) -> Generator[str, None, None]:
         """Send a message and yield the answer in pieces; what was answered so far is remembered even if it is cut short.
 
         Raises:
-            ValueError: the conversation has become longer than `context`. The message is not remembered then.
+            ValueError: the conversation has become longer than `context`, or the chat template refuses it. The message is
+                not remembered then.
         """
-        self.messages.append({"role": "user", "content": text})
-        prompt = self.tokenizer.apply_chat_template(self.messages)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self.tokenizer.apply_chat_template(messages)
+        if len(prompt) > self.options.context:
+            raise ValueError(
+                f"the conversation has {len(prompt)} tokens with this message, more than the {self.options.context} that fit; "
+                "shorten it or raise --context"
+            )
         key = draw_key(self.seed, "chat", "chat", self._turns)
         self._turns += 1
         request = Request(self._turns, tuple(prompt), key, self.options.max_tokens, self.options.temperature)
@@ -114,16 +128,13 @@ class Chat:
                     yield shown[-1]
             shown.append(stream.flush())
             yield shown[-1]
-        except ValueError:
-            self.messages.pop()
-            raise
         finally:
             self._engine.abort()
-            if "".join(shown):
-                self.messages.append({"role": "assistant", "content": "".join(shown)})
+            # An empty answer is one too: templates that want speakers to alternate would refuse the next question.
+            self.messages = [*messages, {"role": "assistant", "content": "".join(shown)}]
 
 
-def converse(chat: Chat, read: Callable[[str], str] = input, write: Callable[[str], None] = sys.stdout.write) -> None:
+def converse(chat: Chat, read: Callable[[str], str] = input, write: Callable[[str], object] = sys.stdout.write) -> None:
     """Read messages and stream answers until the person ends the conversation.
 
     Ctrl-C cuts an answer short; Ctrl-D or /quit ends.
@@ -147,12 +158,13 @@ def converse(chat: Chat, read: Callable[[str], str] = input, write: Callable[[st
             _answer(chat, text, write)
 
 
-def _answer(chat: Chat, text: str, write: Callable[[str], None]) -> None:
+def _answer(chat: Chat, text: str, write: Callable[[str], object]) -> None:
     write("model> ")
     try:
-        for piece in chat.say(text):
-            write(piece)
-            sys.stdout.flush()
+        with closing(chat.say(text)) as pieces:
+            for piece in pieces:
+                write(piece)
+                sys.stdout.flush()
         write("\n")
     except KeyboardInterrupt:
         write(" [cut short]\n")

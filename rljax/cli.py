@@ -8,6 +8,7 @@ Owns arguments, help, what is printed, and exit codes:
 import argparse
 import json
 import logging
+import math
 import os
 import sys
 import traceback
@@ -74,7 +75,12 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes all positional arguments from one place; overrides may also follow an option such as --dry-run.
+    if not hasattr(args, "overrides") or not all("=" in word and not word.startswith("-") for word in rest):
+        args = parser.parse_args(argv)
+    elif rest:
+        args.overrides += rest
     if args.command is None:
         parser.print_help()
         return EXIT_USAGE
@@ -167,7 +173,7 @@ def _recipe_args(args: argparse.Namespace) -> tuple[str | None, list[str]]:
 
 def _train(args: argparse.Namespace) -> int:
     config = load(*_recipe_args(args))
-    _use_compilation_cache()
+    use_compilation_cache()
     from rljax import loop
 
     say = _say if config.telemetry.live != "off" else _quiet
@@ -185,22 +191,23 @@ def _train(args: argparse.Namespace) -> int:
 
 def _eval(args: argparse.Namespace) -> int:
     config = load(*_recipe_args(args))
-    _use_compilation_cache()
+    use_compilation_cache()
     from rljax.evaluate import evaluate
 
     result = evaluate(config, args.checkpoint, _quiet if args.json else _say)
     if args.json:
-        print(json.dumps({name: getattr(result, name) for name in type(result).__dataclass_fields__ if name != "groups"}))
+        found = {name: getattr(result, name) for name in type(result).__dataclass_fields__ if name != "groups"}
+        print(json.dumps({name: value if math.isfinite(value) else None for name, value in found.items()}))
     else:
         print(
-            f"accuracy {result.accuracy:.3f}  reward {result.reward_mean:.3f}  on {result.tasks} tasks "
-            f"({result.failed} not scored, {result.truncated_fraction:.0%} truncated, {result.length_mean:.1f} tokens on average)"
+            f"accuracy {result.accuracy:.3f}  reward {result.reward_mean:.3f}  on {result.tasks} tasks ({result.failed} not "
+            f"scored, {result.truncated_fraction:.0%} truncated, {result.length_mean:.1f} tokens on average)"
         )
     return EXIT_DONE
 
 
 def _sample(args: argparse.Namespace) -> int:
-    _use_compilation_cache()
+    use_compilation_cache()
     from rljax.chat import Chat, ChatOptions, converse
 
     chat = Chat(args.checkpoint, ChatOptions(args.temperature, args.max_tokens, args.context, args.seed, args.system))
@@ -242,7 +249,7 @@ def _config(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _use_compilation_cache() -> None:
+def use_compilation_cache() -> None:
     """Keep compiled programs between processes, so that a restart does not compile again; JAX's variable wins."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return

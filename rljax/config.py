@@ -312,8 +312,11 @@ class Config(Section):
         Where a run is stored, how it is watched, saved and evaluated, how long it runs and how many devices and
         workers it uses are left out: they may change between restarts.
         """
-        tree = self.model_dump(mode="json", exclude=_FREE_BETWEEN_RESTARTS)
-        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.deciding(), sort_keys=True).encode()).hexdigest()
+
+    def deciding(self) -> dict[str, Any]:
+        """Return the options that `hash` covers, as plain data by section."""
+        return self.model_dump(mode="json", exclude=_FREE_BETWEEN_RESTARTS)
 
 
 _FREE_BETWEEN_RESTARTS: Any = {

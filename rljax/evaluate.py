@@ -4,7 +4,8 @@ Owns the evaluation pass and its result. Never touches training state or its dra
 so evaluating more or less often changes nothing.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from rljax.data.prompts import TaskSource
 from rljax.mesh import LEARNER_RULES, build_mesh, param_shardings
 from rljax.models.decoder import logical_axes
 from rljax.records import Group
-from rljax.rollouts.collector import Collector, Job, scores
+from rljax.rollouts.collector import Collector, Job
 from rljax.rollouts.stack import open_stack
 from rljax.rollouts.tasks import fitting_tasks
 from rljax.telemetry.profile import Clock
@@ -42,9 +43,9 @@ class EvalResult:
     failed: int
     """Tasks that could not be scored; they count in nothing else."""
     truncated_fraction: float
-    """Share of completions that hit the length limit."""
+    """Share of the scored tasks whose completion hit the length limit."""
     length_mean: float
-    """Mean completion length (tokens)."""
+    """Mean completion length of the scored tasks (tokens)."""
     groups: tuple[Group, ...]
     """Every rollout, one group of one per task."""
 
@@ -53,17 +54,23 @@ def run_eval(collector: Collector, tasks: TaskSource, config: Config) -> EvalRes
     """Attempt every held-out task once with the engine's current weights."""
     jobs = [Job(tasks[index], 0) for index in range(len(tasks))]
     groups = collector.collect(jobs, 1, "eval", config.eval.temperature)
-    rewards = [score.value for score in scores(groups) if score.value is not None]
     rollouts = [group.rollouts[0] for group in groups]
+    scored = [rollout for rollout in rollouts if rollout.score.status == "score"]
+    rewards = [rollout.score.value for rollout in scored if rollout.score.value is not None]
     return EvalResult(
-        accuracy=float(np.mean([reward >= FULL_REWARD for reward in rewards])) if rewards else 0.0,
-        reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+        accuracy=_mean([reward >= FULL_REWARD for reward in rewards]),
+        reward_mean=_mean(rewards),
         tasks=len(groups),
-        failed=len(groups) - len(rewards),
-        truncated_fraction=float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
-        length_mean=float(np.mean([rollout.completion_length for rollout in rollouts])),
+        failed=len(groups) - len(scored),
+        truncated_fraction=_mean([rollout.finish_reason == "length" for rollout in scored]),
+        length_mean=_mean([rollout.completion_length for rollout in scored]),
         groups=tuple(groups),
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean; NaN when nothing was scored, which is not the same as a score of 0."""
+    return float(np.mean(values)) if values else math.nan
 
 
 def evaluate(config: Config, checkpoint: Path | None = None, report: Callable[[str], None] = lambda text: None) -> EvalResult:

@@ -10,6 +10,8 @@ State between two batches is (parameters, optimizer, step, position in the promp
 everything that follows, so a checkpoint of exactly that continues bit for bit.
 """
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,13 +21,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from rljax.checkpoint import CheckpointStore, load_files, save_params
 from rljax.config import Config
 from rljax.convert import read_arch, read_checkpoint
 from rljax.data.prompts import PromptStream, TaskSource, check_fingerprint
 from rljax.data.tokenizer import Tokenizer
+from rljax.envs.base import parse_options
 from rljax.evaluate import run_eval
 from rljax.faults import fault_point
 from rljax.learner.state import TrainState
@@ -42,7 +44,7 @@ from rljax.run_dir import RunDir
 from rljax.signals import StopRequest, stop_requests
 from rljax.telemetry.live import LiveView
 from rljax.telemetry.profile import Clock
-from rljax.telemetry.sinks import MetricsFile, RolloutLog, Sink, Sinks, TensorBoardSink
+from rljax.telemetry.sinks import MetricsFile, RolloutLog, Sink, Sinks, TensorBoardSink, read_metrics
 
 _log = logging.getLogger(__name__)
 
@@ -96,11 +98,14 @@ def train(config: Config, report: Callable[[str], None] = lambda text: None) -> 
 
 
 def check(config: Config, report: Callable[[str], None] = lambda text: None) -> None:
-    """Check everything a run needs short of compiling and loading weights: `--dry-run`.
+    """Check everything a run needs short of compiling, loading weights and starting workers: `--dry-run`.
+
+    What is in the run directory is not looked at, and nothing is written there.
 
     Raises:
         ValueError: what `train` would raise for.
     """
+    parse_options(config.env.name, config.env.options)
     mesh = build_mesh(config.mesh)
     arch = read_arch(config.model.checkpoint)
     tokenizer = Tokenizer.load(config.model.checkpoint)
@@ -125,10 +130,10 @@ class _Run:
         self.dir = RunDir(config.run.dir)
         self.trained, self.last = 0, {}
         self.store = opened.enter_context(CheckpointStore(self.dir.checkpoints, config.checkpoint.keep))
-        self._refuse_used_directory()
-        arch = read_arch(config.model.checkpoint)
+        self._refuse_another_run()
+        arch, began = read_arch(config.model.checkpoint), self.dir.began()
         self.stack: Stack = opened.enter_context(
-            open_stack(config, arch, config.model.checkpoint, clock, stop, self.dir.began(), self.dir.logs)
+            open_stack(config, arch, config.model.checkpoint, clock, stop, began, self.dir.logs)
         )
         self.tasks = fitting_tasks(config, "train", self.stack.tokenizer, report)
         self.stream = PromptStream(self.tasks, config.run.seed, config.data.shuffle)
@@ -137,7 +142,7 @@ class _Run:
         self.shape = batch_shape(config, data_shards(self.stack.mesh))
         self.state, self.meta = self._first_state(report)
         self.reference = self._load() if config.algorithm.beta > 0 else None
-        self.dir.record_launch(config, [str(device) for device in self.stack.mesh.devices.flat])
+        self.dir.record_launch(config, [str(device) for device in self.stack.mesh.devices.flat], began)
         self.rollout_log = RolloutLog(self.dir.rollouts) if config.telemetry.rollouts else None
         self.sinks = opened.enter_context(self._open_sinks())
         self._saved = self.meta.step
@@ -145,8 +150,7 @@ class _Run:
     def go(self) -> None:
         """Train until the last step, or until asked to stop."""
         self._publish()
-        if self.meta.step == 0:
-            self._evaluate()
+        self._evaluate()
         while self.meta.step < self.config.train.steps and not self.stop():
             self._one_batch()
 
@@ -161,39 +165,37 @@ class _Run:
     def export(self) -> None:
         """Save, and write the trained model as a checkpoint that `eval`, `sample` and `convert` take."""
         self.save()
-        if self.trained or not self.dir.model.exists():
-            save_params(self.dir.model, self.state.params, load_files(self.config.model.checkpoint), overwrite=True)
+        # Also when nothing was trained: a run killed between its last checkpoint and here has an older model or none.
+        save_params(self.dir.model, self.state.params, load_files(self.config.model.checkpoint), overwrite=True)
 
-    def _refuse_used_directory(self) -> None:
+    def _refuse_another_run(self) -> None:
+        """Refuse a used directory if the configuration says so, and one whose run was configured otherwise."""
         newest = self.store.latest()
-        if newest is not None and self.config.checkpoint.resume == "never":
+        if self.config.checkpoint.resume == "never" and (newest is not None or self.dir.launches.exists()):
+            found = "no checkpoint yet" if newest is None else f"its newest checkpoint is of step {newest}"
             raise ValueError(
-                f"{self.dir.path} holds a run (checkpoint of step {newest}) and checkpoint.resume is 'never'; choose another "
-                "run.dir, or set checkpoint.resume = 'auto' to continue it"
+                f"{self.dir.path} holds a run ({found}) and checkpoint.resume is 'never'; choose another run.dir, or set "
+                "checkpoint.resume = 'auto' to continue it"
             )
+        if newest is not None and (changes := self.dir.differences(self.config)):
+            raise ValueError(_changed(self.dir.path, "; ".join(changes)))
 
     def _load(self) -> Params:
         """Load the initial parameters onto the learner's layout."""
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.learner.abstract_state.params)
-        return read_checkpoint(
-            self.config.model.checkpoint, lambda arch, shapes: layout, self.config.model.param_dtype
-        ).params
+        return read_checkpoint(self.config.model.checkpoint, lambda arch, shapes: layout, self.config.model.param_dtype).params
 
     def _first_state(self, report: Callable[[str], None]) -> tuple[TrainState, RunMeta]:
         """Return the newest checkpoint's state, or the initial one."""
         restored = self.store.restore(self.learner.abstract_state)
-        config_hash, fingerprint = self.config.hash(), self.stream.fingerprint
+        config_hash, fingerprint = _identity(self.config), self.stream.fingerprint
         if restored is None:
             report(f"start: {self.config.model.checkpoint}")
             meta = RunMeta(0, 0, self.config.run.seed, 0, config_hash, fingerprint)
             return self.learner.init(self._load()), meta
         meta = restored.meta
         if meta.config_hash != config_hash:
-            changes = "; ".join(self.dir.differences(self.config)) or "options of an older version of rljax"
-            raise ValueError(
-                f"{self.dir.path} was trained under another configuration, and continuing would mix the two: {changes}. "
-                "Change these back, or choose another run.dir"
-            )
+            raise ValueError(_changed(self.dir.path, "the architecture or tokenizer of model.checkpoint, or rljax itself"))
         check_fingerprint(meta.dataset_fingerprint, fingerprint)
         steps = self.config.train.steps
         if meta.step > steps:
@@ -248,8 +250,7 @@ class _Run:
                 self._log(values | extra)
                 extra = {}
         self._save_if_due()
-        if self.config.eval.every and self.meta.step % self.config.eval.every == 0:
-            self._evaluate()
+        self._evaluate()
 
     def _collect(self) -> list[Group]:
         algorithm, position = self.config.algorithm, self.meta.prompt_position
@@ -263,9 +264,7 @@ class _Run:
             self.rollout_log.write(self.meta.step + 1, groups)
         return groups
 
-    def _update(
-        self, prepared: Prepared, index: int, batch: DeviceBatch, proximal: Any, reference: Any
-    ) -> dict[str, float]:
+    def _update(self, prepared: Prepared, index: int, batch: DeviceBatch, proximal: Any, reference: Any) -> dict[str, float]:
         """Make one optimizer step and return its metrics."""
         with self.clock.bucket("update"):
             self.state, output = self.learner.step(self.state, batch, proximal, reference)
@@ -281,15 +280,19 @@ class _Run:
         """Add progress and times to a step's metrics and write them."""
         meta, seconds = self.meta, self.clock.take()
         step_seconds = sum(seconds.values())
-        values |= {"progress/step": meta.step, "progress/version": meta.version, "progress/prompt_position": meta.prompt_position}
+        values |= {
+            "progress/step": meta.step,
+            "progress/version": meta.version,
+            "progress/prompt_position": meta.prompt_position,
+        }
         values |= {"time/step": step_seconds, **{f"time/{bucket}": spent for bucket, spent in seconds.items()}}
         values["throughput/trained_tokens_per_s"] = values["tokens/trained"] / step_seconds
         if "tokens/generated" in values and seconds["sampling"] > 0:
             values["throughput/generated_tokens_per_s"] = values["tokens/generated"] / seconds["sampling"]
-        if not np.isfinite(values["optimizer/grad_norm"]):
-            raise FloatingPointError(f"the gradient of step {meta.step} is not finite; the last checkpoint is from before it")
         self.last = values
         self.sinks.write(meta.step, values)
+        if not np.isfinite(values["optimizer/grad_norm"]):
+            raise FloatingPointError(f"the gradient of step {meta.step} is not finite; the last checkpoint is from before it")
 
     def _save_if_due(self) -> None:
         with self.clock.bucket("checkpoint"):
@@ -301,18 +304,35 @@ class _Run:
                 self._saved = self.meta.step
 
     def _evaluate(self) -> None:
-        if self.config.eval.every:
-            result = run_eval(self.stack.collector, self.eval_tasks, self.config)
-            self.sinks.write(self.meta.step, {"eval/accuracy": result.accuracy, "eval/reward_mean": result.reward_mean})
+        """Evaluate if it is due at this step and has not been done: a run may have been stopped in the middle of it."""
+        every, step = self.config.eval.every, self.meta.step
+        if not every or step % every or "eval/accuracy" in read_metrics(self.dir.metrics).get(step, {}):
+            return
+        result = run_eval(self.stack.collector, self.eval_tasks, self.config)
+        self.sinks.write(step, {"eval/accuracy": result.accuracy, "eval/reward_mean": result.reward_mean})
+
+
+def _changed(directory: Path, what: str) -> str:
+    return (
+        f"{directory} was trained under another configuration, and continuing would mix the two: {what}. "
+        "Change this back, or choose another run.dir"
+    )
+
+
+def _identity(config: Config) -> str:
+    """Hash what must stay the same between restarts: the options that decide, the architecture and the tokenizer."""
+    files = sorted(load_files(config.model.checkpoint).items())
+    digests = [(name, hashlib.sha256(content).hexdigest()) for name, content in files]
+    return hashlib.sha256(json.dumps([config.hash(), digests]).encode()).hexdigest()
 
 
 @contextmanager
 def _compile_time(clock: Clock) -> Iterator[None]:
     """Count what compiling takes to its own bucket, wherever it happens."""
 
-    def listen(event: str, seconds: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            clock.reassign(seconds, "compile")
+            clock.reassign(duration_secs, "compile")
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -29,13 +29,18 @@ def pytree(cls: type[T]) -> type[T]:
         return [(jax.tree_util.GetAttrKey(name), getattr(record, name)) for name in names], None
 
     def unflatten(_: None, children: Any) -> Any:
-        record = object.__new__(data)
-        for name, child in zip(names, children, strict=True):
-            object.__setattr__(record, name, child)
-        return record
+        return with_fields(data, **dict(zip(names, children, strict=True)))
 
     jax.tree_util.register_pytree_with_keys(data, flatten, unflatten)
     return data
+
+
+def with_fields(cls: type[T], **fields: Any) -> T:
+    """Build a record of a `@pytree` class whose fields hold something else than arrays: shapes, shardings, names."""
+    record = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(record, name, value)
+    return record
 
 
 def leaf_names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:

@@ -102,7 +102,9 @@ class Score:
     def __post_init__(self) -> None:
         judged = self.value is not None and bool(np.isfinite(self.value))
         if judged != (self.status == "score"):
-            raise ValueError(f"a Score needs a finite value exactly when its status is 'score'; got {self.status}, {self.value}")
+            raise ValueError(
+                f"a Score needs a finite value exactly when its status is 'score'; got {self.status}, {self.value}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

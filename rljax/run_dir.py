@@ -25,7 +25,7 @@ class RunDir:
 
     Example:
         run_dir = RunDir(Path("runs/arithmetic"))
-        run_dir.record_launch(config, devices=["TFRT_CPU_0"])
+        run_dir.record_launch(config, devices=["TFRT_CPU_0"], began=run_dir.began())
     """
 
     def __init__(self, path: Path):
@@ -50,10 +50,10 @@ class RunDir:
         return datetime.fromisoformat(json.loads(self.launches.read_text())["began"])
 
     def differences(self, config: Config) -> list[str]:
-        """Return which options differ from those the run was launched with, as `section.option: old -> new`."""
+        """Return which deciding options differ from those the run was launched with, as `section.option: old -> new`."""
         if not self.config.exists():
             return []
-        old, new = json.loads(self.config.read_text()), config.model_dump(mode="json")
+        old, new = json.loads(self.config.read_text()), config.deciding()
         return [
             f"{section}.{name}: {json.dumps(old.get(section, {}).get(name))} -> {json.dumps(value)}"
             for section, options in new.items()
@@ -61,10 +61,15 @@ class RunDir:
             if old.get(section, {}).get(name) != value
         ]
 
-    def record_launch(self, config: Config, devices: list[str]) -> None:
-        """Write the resolved configuration and add this launch to the list."""
+    def record_launch(self, config: Config, devices: list[str], began: datetime) -> None:
+        """Write the resolved configuration and add this launch to the list.
+
+        Args:
+            config: The configuration.
+            devices: The devices of the mesh, for people.
+            began: When the run was first launched, as `began` said before anything depended on it.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        began = self.began()
         launches = json.loads(self.launches.read_text())["launches"] if self.launches.exists() else []
         launches.append(
             {

@@ -3,10 +3,10 @@
 Owns the signal handlers while a run is on. Refuses to own what stopping means.
 """
 
+import os
 import signal
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 
@@ -32,7 +32,9 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
         message = f"\nrljax: {self.signal.name}: saving and stopping; the same command continues the run.\n"
-        sys.stderr.write(message)
+        # Not through sys.stderr: a handler may interrupt a write to it, which Python does not let it enter again.
+        with suppress(OSError):  # a closed terminal is no reason not to save
+            os.write(2, message.encode())
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rljax.checkpoint import save_params  # noqa: E402 (the path has to be there first)
-from rljax.convert import ARCH_FILE  # noqa: E402
-from rljax.models.arch import Arch, Rope  # noqa: E402
-from rljax.models.decoder import init_params  # noqa: E402
+from rljax.checkpoint import save_params
+from rljax.convert import ARCH_FILE
+from rljax.models.arch import Arch, Rope
+from rljax.models.decoder import init_params
 
 VOCAB_SIZE = 320
 

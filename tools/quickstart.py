@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import rljax  # noqa: E402 (the path has to be there first)
-from rljax.cli import EXIT_INTERRUPTED, EXIT_RETRY, EXIT_STORAGE, EXIT_USAGE, _use_compilation_cache  # noqa: E402
+from rljax.cli import EXIT_INTERRUPTED, EXIT_RETRY, EXIT_STORAGE, EXIT_USAGE, use_compilation_cache  # noqa: E402
 from rljax.config import Config  # noqa: E402
 from rljax.envs.base import task_maker  # noqa: E402
 from rljax.manifest import DamagedError, StorageError, check_files, read_manifest  # noqa: E402
@@ -57,6 +57,13 @@ class Teller:
     def say(self, text: str = "", style: str | None = None) -> None:
         """Print a line; long ones are left to the terminal, so that paths can be copied."""
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def table(self, title: str, rows: dict[str, str]) -> None:
+        """Print a heading and, aligned below it, what can be copied and what it is."""
+        self.say(f"\n{title}", "bold")
+        width = max(map(len, rows))
+        for left, right in rows.items():
+            self.say(f"  {left:<{width}}  {right}")
 
     @contextmanager
     def step(self, title: str, name: str) -> Iterator[None]:
@@ -190,26 +197,33 @@ def show(record: dict[str, Any], config: Config, teller: Teller) -> None:
     count = min(ENDS, len(record["rewards"]))
     start, end = record["reward_start"], record["reward_end"]
     tasks = record["after"]["tasks"]
-    teller.say(f"  held-out accuracy ({tasks} tasks)   {before:.3f} -> {after:.3f}   ({after - before:+.3f})")
-    teller.say(f"  training reward (mean of {count} steps) {start:.3f} -> {end:.3f}   ({end - start:+.3f})")
+    for label, first, last in (
+        (f"held-out accuracy ({tasks} tasks)", before, after),
+        (f"training reward (mean of {count} steps)", start, end),
+    ):
+        teller.say(f"  {label:<34} {first:.3f} -> {last:.3f}   ({last - first:+.3f})")
     if after <= before:
         teller.say("  It did not get better at held-out tasks. More steps, or another seed, may.")
-    teller.say("\nWhere everything is", "bold")
-    for name, what in (
-        ("model", "the trained model"),
-        ("metrics.jsonl", "all metrics of every step"),
-        ("rollouts", "every answer of the training, with its reward"),
-        ("checkpoints", "what the run continues from"),
-        ("quickstart.json", "the numbers above"),
-    ):
-        teller.say(f"  {shown(directory / name):<36}  {what}")
-    command = shown(Path(sys.executable).parent / "rljax")
-    recipe, place = shown(RECIPE), shown(directory)
-    teller.say("\nWhat to try next", "bold")
-    teller.say(f"  {command} sample {place}/model --temperature 0          talk to it")
-    teller.say(f"  {command} convert {place}/model exported --to hf       take it elsewhere")
-    teller.say(f"  {command} config --describe                            see what can be changed")
-    teller.say(f"  {command} train {recipe} run.dir=runs/mine train.steps=60")
+    command, place = shown(Path(sys.executable).parent / "rljax"), shown(directory)
+    teller.table(
+        "Where everything is",
+        {
+            f"{place}/model": "the trained model",
+            f"{place}/metrics.jsonl": "all metrics of every step",
+            f"{place}/rollouts": "every answer of the training, with its reward",
+            f"{place}/checkpoints": "what the run continues from",
+            f"{place}/quickstart.json": "the numbers above",
+        },
+    )
+    teller.table(
+        "What to try next",
+        {
+            f"{command} sample {place}/model": "talk to it",
+            f"{command} convert {place}/model exported --to hf": "take it elsewhere",
+            f"{command} config {shown(RECIPE)}": "see what was done, and what can be changed",
+            f"{command} train {shown(RECIPE)} run.dir=runs/mine train.steps=60": "train again, for longer",
+        },
+    )
 
 
 def plot(values: Sequence[float], width: int, height: int, blocks: str = _BLOCKS) -> list[str]:
@@ -268,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         overrides = [f"run.seed={options.seed}", f"run.dir={ROOT / 'runs' / f'quickstart-seed{options.seed}'}"]
         config = rljax.load_config(RECIPE, overrides + ([f"train.steps={options.steps}"] if options.steps else []))
-        _use_compilation_cache()
+        use_compilation_cache()
         prepare(config.model.checkpoint, teller, options.wheel)
         code = learn(config, teller)
     except KeyboardInterrupt:

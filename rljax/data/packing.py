@@ -53,7 +53,7 @@ class Batch:
     positions: Int[np.ndarray, "m r s"]
     """Position of each token in its rollout, int32."""
     segments: Int[np.ndarray, "m r s"]
-    """Which stretch of the row a token belongs to, from 1: a rollout, a shared prompt or what follows one; 0 is padding; int32."""
+    """Stretch of the row that a token belongs to, from 1: a rollout, a shared prompt, or what follows one; 0 is padding."""
     parents: Int[np.ndarray, "m r s"]
     """Segment of the shared prompt that a token also sees; 0 where its own segment is all; int32."""
     score_index: Int[np.ndarray, "m r j"]

@@ -33,11 +33,12 @@ def attend(
     """Attend from each query to the keys its mask shows.
 
     softmax(q k / sqrt(c)) v, the softmax in float32 (arXiv:1706.03762 eq. 1, grouped as in arXiv:2305.13245). A query
-    that may see nothing returns an average of the values: finite, and never used.
+    that may see nothing returns an average of the values: finite, and never used. Products are made in the type of the
+    keys, which a cache may hold in a wider type than the queries.
     """
     b, s, k, m, c = query.shape
     # Queries of one key-value head become rows of one product.
-    rows = jnp.moveaxis(query, 1, 3).reshape(b, k, m * s, c)
+    rows = jnp.moveaxis(query, 1, 3).reshape(b, k, m * s, c).astype(key.dtype)
     scores = jnp.einsum("bknc,bktc->bknt", rows, key, preferred_element_type=jnp.float32) * c**-0.5
     scores = jnp.where(jnp.tile(mask, (1, m, 1))[:, None], scores, _MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)

@@ -144,14 +144,8 @@ def write(
 ) -> Float[Array, "b k t c"]:
     """Return the cache with each row's new entries at their positions."""
     rows, heads = jnp.arange(cache.shape[0])[:, None, None], jnp.arange(cache.shape[1])[None, :, None]
-    # All indexed dims lead, so that XLA scatters in place instead of transposing the cache. XLA:CPU scatters bfloat16 by
-    # converting the whole cache to float32 and back, so bfloat16 entries travel as integers.
-    at = (rows, heads, positions[:, None, :])
-    fresh = fresh.astype(cache.dtype)
-    if cache.dtype != jnp.bfloat16:
-        return cache.at[at].set(fresh)
-    as_bits = jax.lax.bitcast_convert_type
-    return as_bits(as_bits(cache, jnp.uint16).at[at].set(as_bits(fresh, jnp.uint16)), jnp.bfloat16)
+    # All indexed dims lead, so that XLA scatters in place instead of transposing the cache.
+    return cache.at[rows, heads, positions[:, None, :]].set(fresh.astype(cache.dtype))
 
 
 def logits(decoder: Decoder, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:

@@ -17,7 +17,7 @@ is never encoded again.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from rljax.config import Config
 from rljax.data.tokenizer import Tokenizer
 from rljax.envs.pool import LocalPool
 from rljax.envs.replies import Reply, score_from
-from rljax.records import Completion, Group, Observation, Provenance, Rollout, Score, StepResult, Task
+from rljax.records import Completion, Group, Observation, Provenance, Rollout, StepResult, Task
 from rljax.sampler.engine import Engine, Request, draw_key
 from rljax.telemetry.profile import Clock
 
@@ -68,6 +68,7 @@ class _Episode:
     versions: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
+    heard: list[StepResult] = field(default_factory=list)
     replayed: int = 0
     finish_reason: str = "length"
     rollout: Rollout | None = None
@@ -124,9 +125,7 @@ class Collector:
             EnvironmentFailure: more than `env.max_failure_fraction` of the rollouts could not be scored.
         """
         self._purpose, self._temperature = purpose, temperature
-        episodes = [
-            [_Episode(job.task, job.first_attempt + index) for index in range(num_generations)] for job in jobs
-        ]
+        episodes = [[_Episode(job.task, job.first_attempt + index) for index in range(num_generations)] for job in jobs]
         try:
             for episode in (episode for group in episodes for episode in group):
                 self._open(episode)
@@ -178,23 +177,41 @@ class Collector:
         elif reply.outcome != "ok":
             episode.replies.append(reply)
             self._end(episode)
-        elif isinstance(reply.value, Observation):
+        else:
+            try:
+                over = self._take_in(episode, reply)
+            except ValueError as error:  # what this environment said cannot be used; the other episodes go on
+                episode.replies.append(replace(reply, outcome="error", value=None, detail=f"after the {reply.kind}: {error}"))
+                over = True
+            if over:
+                self._end(episode)
+            else:
+                self._continue(episode)
+
+    def _take_in(self, episode: _Episode, reply: Reply) -> bool:
+        """Append what the environment said and tell whether the episode is over.
+
+        Raises:
+            ValueError: it cannot be put into tokens, or it contradicts what the environment said at an earlier try.
+        """
+        if isinstance(reply.value, Observation):
             if not episode.tokens:
                 episode.tools = tuple(reply.value.tools)
                 prompt = self._tokenizer.apply_chat_template(reply.value.messages, tools=episode.tools)
                 episode.append(prompt, Provenance.PROMPT, (), -1)
-            self._continue(episode)
-        elif isinstance(reply.value, StepResult):
-            episode.replies.append(reply)
-            episode.replayed += 1
-            if reply.value.done:
-                self._end(episode)
-                return
-            if episode.replayed == len(episode.texts):
-                ended = episode.finish_reason == "stop"
-                ids = self._tokenizer.reply_ids(reply.value.messages, ended=ended, tools=episode.tools)
-                episode.append(ids, Provenance.ENVIRONMENT, (), -1)
-            self._continue(episode)
+            return False
+        assert isinstance(reply.value, StepResult)
+        episode.replies.append(reply)
+        episode.replayed += 1
+        result, again = reply.value, episode.replayed <= len(episode.heard)
+        if again and (result.messages, result.done) != (episode.heard[episode.replayed - 1].messages, False):
+            raise ValueError("the environment answered the same messages otherwise when the episode was tried again")
+        if not result.done and not again:
+            ended = episode.finish_reason == "stop"
+            ids = self._tokenizer.reply_ids(result.messages, ended=ended, tools=episode.tools)
+            episode.append(ids, Provenance.ENVIRONMENT, (), -1)
+            episode.heard.append(result)
+        return result.done
 
     def _continue(self, episode: _Episode) -> None:
         """Tell the environment a message it has not heard, or ask the model for the next one."""
@@ -203,9 +220,10 @@ class Collector:
             return
         sampler = self._config.sampler
         if len(episode.tokens) > sampler.max_prompt_length:
-            if not episode.texts:
-                detail = f"the prompt has {len(episode.tokens)} tokens; sampler.max_prompt_length is {sampler.max_prompt_length}"
-                episode.replies.append(Reply(episode.name, "reset", "error", None, detail))
+            if score_from(episode.replies).status != "score":
+                what = f"the conversation of {len(episode.texts)} turns" if episode.texts else "the prompt"
+                detail = f"{what} has {len(episode.tokens)} tokens; sampler.max_prompt_length is {sampler.max_prompt_length}"
+                episode.replies.append(Reply(episode.name, "step" if episode.texts else "reset", "error", None, detail))
             episode.finish_reason = "length"
             self._end(episode)
             return
@@ -251,8 +269,3 @@ class Collector:
 def _finished(episode: _Episode) -> Rollout:
     assert episode.rollout is not None
     return episode.rollout
-
-
-def scores(groups: Sequence[Group]) -> list[Score]:
-    """Return the score of every rollout, group by group."""
-    return [rollout.score for group in groups for rollout in group.rollouts]

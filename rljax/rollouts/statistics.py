@@ -16,15 +16,15 @@ from rljax.records import Group
 
 
 def rollout_metrics(groups: Sequence[Group], advantages: Advantages) -> dict[str, float]:
-    """Return rewards, lengths, failures and the use of groups; rewards only when something was scored."""
+    """Return rewards, lengths, failures and the use of groups.
+
+    Rewards are left out when nothing was scored. Lengths are of rollouts in which the model spoke, scored or not.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [rollout.score for rollout in rollouts if rollout.score.status == "score"]
-    lengths = length_metrics(rollouts)
-    values = {
-        "completion/length_mean": lengths["completion_length_mean"],
-        "completion/length_min": lengths["completion_length_min"],
-        "completion/length_max": lengths["completion_length_max"],
-        "completion/truncated_fraction": lengths["truncated_fraction"],
+    lengths = length_metrics([rollout for rollout in rollouts if rollout.turns])
+    values: dict[str, float] = {f"completion/{name.removeprefix('completion_')}": value for name, value in lengths.items()}
+    values |= {
         "rollouts/error_fraction": float(np.mean([rollout.score.status == "error" for rollout in rollouts])),
         "rollouts/timeout_fraction": float(np.mean([rollout.score.status == "timeout" for rollout in rollouts])),
         "groups/zero_variance_fraction": float(np.mean([group.zero_variance for group in advantages.groups])),

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from rljax.mesh import DATA_AXES, sharding
 from rljax.models.arch import Arch
 from rljax.models.decoder import KeyValue
-from rljax.pytree import pytree
+from rljax.pytree import pytree, with_fields
 
 
 @pytree
@@ -73,4 +73,4 @@ def empty_slots(arch: Arch, slots: int, positions: int, outputs: int, dtype: jnp
 def slots_sharding(mesh: Mesh) -> Any:
     """Return the sharding of `Slots`, as a prefix tree: all of the cache alike, all per-slot fields alike."""
     fields = dict.fromkeys(Slots.__dataclass_fields__, sharding(mesh, DATA_AXES))
-    return Slots(**{**fields, "cache": sharding(mesh, DATA_AXES, "tensor")})
+    return with_fields(Slots, **{**fields, "cache": sharding(mesh, DATA_AXES, "tensor")})

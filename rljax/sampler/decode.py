@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from rljax.mesh import DATA_AXES
 from rljax.models.arch import Arch
-from rljax.models.decoder import logits, merge
+from rljax.models.decoder import KeyValue, logits, merge
 from rljax.pytree import Params, pytree
 from rljax.sampler.cache import Slots
 
@@ -56,12 +56,12 @@ def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Admission) -
     rows, width = new.tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
     segments = (positions < new.lengths[:, None]).astype(jnp.int32)
-    dtype = slots.cache[0].key.dtype
+    dtype = params["embed"].dtype
     _, fresh = merge(arch, params)(new.tokens, positions, segments, dtype=dtype)
     heads, row = PartitionSpec(DATA_AXES, "tensor"), PartitionSpec(DATA_AXES)
 
     def copy(old: Array, prompts: Array, source: Array) -> Array:
-        taken = jnp.take(prompts, jnp.maximum(source, 0), axis=0)
+        taken = jnp.take(prompts.astype(old.dtype), jnp.maximum(source, 0), axis=0)
         kept = jnp.where((source >= 0)[:, None, None, None], taken, old[:, :, :width])
         return old.at[:, :, :width].set(kept)
 
@@ -97,9 +97,10 @@ def decode_chunk(arch: Arch, steps: int, params: Params, slots: Slots, stop_ids:
 
 def _decode_step(arch: Arch, params: Params, slots: Slots, stop_ids: Int[Array, " e"]) -> Slots:
     """Feed each slot's token and draw the next one."""
-    decoder, dtype = merge(arch, params), slots.cache[0].key.dtype
+    decoder, dtype = merge(arch, params), params["embed"].dtype
     position = slots.position[:, None]
     hidden, cache = decoder(slots.token[:, None], position, jnp.ones_like(position), slots.cache, dtype=dtype)
+    assert not isinstance(cache, KeyValue), "the sampler's parameters are in the separate layout"
     drawn = draw(logits(decoder, hidden[:, 0]), slots.temperature, uniforms(slots.draw_key, slots.position + 1))
     active = slots.remaining > 0
     ended = jnp.any(drawn.token[:, None] == stop_ids[None, :], axis=1)
@@ -148,7 +149,13 @@ def draw(logits: Float[Array, "b v"], temperature: Float[Array, " b"], uniform: 
     before = jnp.take_along_axis(reached - masses, block[:, None], axis=1)
     inside = jnp.exp(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0] - top[:, None])
     within = _first_above(jnp.cumsum(inside, axis=1), target - before[:, 0], inside)
-    token = jnp.where(greedy, jnp.argmax(logits, axis=1), block * _BLOCK + within).astype(jnp.int32)
+    drawn = (block * _BLOCK + within).astype(jnp.int32)
+
+    def take_likeliest() -> Int[Array, " b"]:
+        return jnp.where(greedy, jnp.argmax(logits, axis=1), drawn).astype(jnp.int32)
+
+    # A search of the whole vocabulary, which only a greedy row is worth.
+    token = jax.lax.cond(jnp.any(greedy), take_likeliest, lambda: drawn)
     chosen = jnp.take_along_axis(scaled, token[:, None], axis=1)[:, 0]
     return Draw(token, jnp.where(greedy, 0.0, chosen - top - jnp.log(total)))
 

@@ -89,7 +89,7 @@ class Engine:
             cache_positions: Cache positions per slot (tokens).
             prefill_rows: Different prompts computed by one prefill, over all devices.
             decode_chunk_steps: Decode steps between two looks by the host.
-            dtype: Type of parameters, products and cache.
+            dtype: Type of parameters and products, and of the cache except on CPUs, where it is float32.
 
         Raises:
             ValueError: slots do not divide over the mesh, nothing ends a completion, or the cache is too short.
@@ -109,7 +109,9 @@ class Engine:
         self._rows = -(-prefill_rows // self.shards)  # per data shard
         self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
         self._row_sharding = sharding(mesh, DATA_AXES)
-        self._state: Slots = empty_slots(arch, slots, cache_positions, max_completion_length, jnp.dtype(dtype), mesh)
+        # XLA:CPU writes into a bfloat16 array by converting all of it to float32 and back.
+        cache_dtype = jnp.dtype("float32" if mesh.devices.flat[0].platform == "cpu" else dtype)
+        self._state: Slots = empty_slots(arch, slots, cache_positions, max_completion_length, cache_dtype, mesh)
         # The slots are donated: a program that copied the cache instead of updating it would double the memory.
         layout = slots_sharding(mesh)
         self._fill = jax.jit(partial(fill, arch, mesh), donate_argnums=1, out_shardings=layout)
@@ -202,13 +204,20 @@ class Engine:
         self._state = Slots(**{**vars(self._state), "remaining": idle})
 
     def _admit(self) -> Admission:
-        """Give waiting rollouts free slots, first come first served, as far as one prefill reaches."""
+        """Give waiting rollouts free slots, first come first served, as far as one prefill reaches.
+
+        All prompts of one prefill are of one bucket: the padded length may change the last bits of keys and values, so it
+        must follow from the prompt alone and not from what else happens to wait.
+        """
         per_shard = self.slots // self.shards
         free = deque(slot for slot in self._by_shard_in_turn(per_shard) if slot not in self._running)
         prompts: list[dict[tuple[int, ...], int]] = [{} for _ in range(self.shards)]
         chosen: list[tuple[int, int, Request]] = []
+        width = self._bucket(len(self._waiting[0].prompt) - 1)
         while self._waiting and free:
             request = self._waiting[0]
+            if self._bucket(len(request.prompt) - 1) != width:
+                break
             slot = self._place(request.prompt, free, prompts, per_shard)
             if slot is None:
                 break
@@ -217,7 +226,7 @@ class Engine:
             row = rows.setdefault(request.prompt[:-1], len(rows))
             chosen.append((slot, row, self._waiting.popleft()))
             self._running[slot] = (request, self._version)
-        return self._admission(chosen, prompts)
+        return self._admission(chosen, prompts, width)
 
     def _by_shard_in_turn(self, per_shard: int) -> Iterator[int]:
         """Yield every slot, going round the data shards, so that they fill evenly."""
@@ -238,10 +247,10 @@ class Engine:
                 open_row = slot
         return open_row
 
-    def _admission(self, chosen: list[tuple[int, int, Request]], prompts: list[dict[tuple[int, ...], int]]) -> Admission:
-        """Build the arrays of one prefill."""
-        longest = max((len(prompt) for rows in prompts for prompt in rows), default=1)
-        width = self._bucket(longest)
+    def _admission(
+        self, chosen: list[tuple[int, int, Request]], prompts: list[dict[tuple[int, ...], int]], width: int
+    ) -> Admission:
+        """Build the arrays of one prefill, `width` tokens wide."""
         tokens = np.zeros((self.shards * self._rows, width), np.int32)
         lengths = np.zeros(len(tokens), np.int32)
         for shard, rows in enumerate(prompts):
@@ -254,10 +263,9 @@ class Engine:
         for slot, source, request in chosen:
             row[slot], token[slot], position[slot] = source, request.prompt[-1], len(request.prompt) - 1
             limit[slot], key[slot], temperature[slot] = request.max_tokens, request.key, request.temperature
-        return jax.device_put(
-            Admission(tokens, lengths, row, token, position, limit, key, temperature),  # pyright: ignore[reportArgumentType]
-            self._row_sharding,
-        )
+        fields = {"tokens": tokens, "lengths": lengths, "row": row, "token": token, "position": position, "limit": limit}
+        fields |= {"draw_key": key, "temperature": temperature}
+        return Admission(**jax.device_put(fields, self._row_sharding))
 
     def _bucket(self, length: int) -> int:
         """Return the padded prompt length: the smallest power-of-two bucket that holds it, at most the longest allowed."""

@@ -76,6 +76,7 @@ def start(config: Config, told: io.StringIO) -> int:
     return learn(config, Teller(Console(file=told, width=80)))
 
 
+@pytest.mark.slow
 def test_the_run_is_evaluated_trained_evaluated_and_reported(make_config: Callable[..., Config]) -> None:
     config, told = make_config("train.steps=2"), io.StringIO()
     assert start(config, told) == 0
@@ -95,6 +96,7 @@ def test_the_run_is_evaluated_trained_evaluated_and_reported(make_config: Callab
         assert "did not get better" in text
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_continued_and_other_options_are_refused(make_config: Callable[..., Config]) -> None:
     config = make_config("train.steps=3")
 

@@ -1,0 +1,248 @@
+"""A random model of two layers, the meshes it is tried on, and its parts, built once: compiling is most of their cost."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from rljax.config import Config, MeshConfig
+from rljax.data.packing import Batch
+from rljax.learner.state import TrainState, learner_params
+from rljax.learner.step import Learner
+from rljax.mesh import AXES, build_mesh, data_shards
+from rljax.models.arch import Arch, Rope
+from rljax.models.decoder import init_params
+from rljax.pytree import Params
+from rljax.recipe import load
+from rljax.records import Completion, Group, Provenance, Rollout, Score, Task
+from rljax.rollouts.batching import batch_shape, prepare
+from rljax.rollouts.weights import publisher
+from rljax.sampler.engine import Engine, Request, draw_key
+
+ARCH = Arch(
+    vocab_size=300,  # more than one block of the draw, and no multiple of it
+    num_layers=2,
+    embed_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_dim=48,
+    rope=Rope(theta=10_000.0),
+    norm_eps=1e-5,
+    tie_embeddings=False,
+    max_position=512,
+)
+STOP_IDS = (2, 7, *range(200, 240))
+LENGTHS = ((3, 16, 9, 1), (5, 12, 2, 7))
+SPREAD = 8.0
+"""Factor on the initial weights: attention and output far from uniform, logits of the order 5."""
+
+MESHES: Mapping[str, Mapping[str, int]] = {
+    "one": {"fsdp": 1},
+    "fsdp": {"fsdp": 8},
+    "tensor": {"fsdp": 4, "tensor": 2},
+    "replica": {"replica": 2, "fsdp": 4},
+    "context": {"fsdp": 2, "context": 2, "tensor": 2},
+}
+
+
+def mesh_of(name: str) -> Mesh:
+    """Return one of `MESHES` on the first devices; skip the test where there are too few."""
+    config = MeshConfig(**MESHES[name])
+    size = int(np.prod([getattr(config, axis) for axis in AXES]))
+    if len(jax.devices()) < size:
+        pytest.skip(f"needs {size} devices")
+    return build_mesh(config, jax.devices()[:size])
+
+
+@cache
+def host_params(arch: Arch = ARCH, seed: int = 0) -> Params:
+    """Return random parameters as numpy arrays; norm scales too, so that leaving one out shows."""
+    rng = np.random.default_rng(seed)
+
+    def spread(leaf: Any) -> np.ndarray:
+        value = np.array(leaf, np.float32)
+        return value + rng.normal(0, 0.2, value.shape).astype(np.float32) if (value == 1).all() else value * SPREAD
+
+    return jax.tree.map(spread, init_params(arch, seed))
+
+
+def config_of(**sections: Mapping[str, Any]) -> Config:
+    """Return a configuration for the tiny model; later options win."""
+    options = {
+        "sampler.slots": 8,
+        "sampler.max_prompt_length": 24,
+        "sampler.max_completion_length": 16,
+        "algorithm.num_generations": 4,
+        "train.rollout_batch_size": 2,
+        "train.micro_batch_size_per_device": 2,
+        # The gradient can be read off the first moment, and the step is a smooth function of it.
+        "optimizer.learning_rate": 0.5,
+        "optimizer.b1": 0.0,
+        "optimizer.eps": 1.0,
+        "optimizer.max_grad_norm": "none",
+    }
+    options |= {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+    return load(None, [f"{name}={value}" for name, value in options.items()])
+
+
+def learner_of(mesh: str = "one", **sections: Mapping[str, Any]) -> Learner:
+    """Return the learner of the tiny model, the same one for the same arguments."""
+    return _learner(mesh, json.dumps(sections, sort_keys=True))
+
+
+@cache
+def _learner(mesh: str, sections: str) -> Learner:
+    return Learner(ARCH, mesh_of(mesh), config_of(**json.loads(sections)))
+
+
+def placed(learner: Learner, params: Params) -> Params:
+    """Return a fresh copy of the parameters in the learner's layout and type."""
+    layout = learner_params(learner.arch, learner.mesh, learner.config.model.param_dtype)
+    return jax.tree.map(lambda leaf, like: jax.device_put(jnp.array(leaf, like.dtype), like.sharding), params, layout)
+
+
+def first_state(learner: Learner, params: Params | None = None) -> TrainState:
+    """Return the state before the first step."""
+    return learner.init(placed(learner, host_params(learner.arch) if params is None else params))
+
+
+def some_groups(lengths: Sequence[Sequence[int]] = LENGTHS, seed: int = 0, prompt_length: int = 6) -> list[Group]:
+    """Return one group per row of `lengths`, whose numbers are its rollouts' completion lengths (tokens).
+
+    Rewards, tokens and `logp_behavior` are random. Rollouts of 9 and more tokens have a second turn after two tokens of the
+    environment, and those of 16 are truncated.
+    """
+    rng = np.random.default_rng(seed)
+    groups = []
+    for number, row in enumerate(lengths):
+        prompt = rng.integers(8, ARCH.vocab_size, prompt_length + number)
+        rollouts = tuple(_rollout(f"task {number}", attempt, prompt, length, rng) for attempt, length in enumerate(row))
+        groups.append(Group(Task(f"task {number}", ()), rollouts))
+    return groups
+
+
+def _rollout(task: str, attempt: int, prompt: np.ndarray, length: int, rng: np.random.Generator) -> Rollout:
+    written = [Provenance.MODEL] * length
+    if length >= 9:
+        written[4:4] = [Provenance.ENVIRONMENT] * 2
+    provenance = np.array([Provenance.PROMPT] * len(prompt) + written, np.int8)
+    tokens = np.concatenate([prompt, rng.integers(8, ARCH.vocab_size, len(written))]).astype(np.int32)
+    by_model = provenance == Provenance.MODEL
+    return Rollout(
+        task_id=task,
+        attempt=attempt,
+        tokens=tokens,
+        provenance=provenance,
+        logp_behavior=np.where(by_model, rng.normal(-5.0, 1.0, len(tokens)), 0.0).astype(np.float32),
+        versions=np.where(by_model, 0, -1).astype(np.int32),
+        finish_reason="length" if length == 16 else "stop",
+        score=Score("score", float(rng.normal())),
+        turns=2 if length >= 9 else 1,
+        text="",
+    )
+
+
+def batch_of(learner: Learner, groups: Sequence[Group]) -> Batch:
+    """Pack groups as a run does."""
+    shape = batch_shape(learner.config, data_shards(learner.mesh))
+    return prepare(groups, learner.config, shape).batches[0]
+
+
+def gradient(state: TrainState) -> Params:
+    """Read the last step's gradient off the state: with b1 = 0 it is the first moment."""
+    return jax.device_get(state.optimizer.moments[0].mu)
+
+
+@cache
+def warm_engine(mesh: str = "one", dtype: str = "float32") -> Engine:
+    """Return an engine that other tests have used: its programs are compiled, its slots hold what they left."""
+    return engine_of(mesh, dtype=dtype)
+
+
+def engine_of(
+    mesh: str = "one",
+    *,
+    arch: Arch = ARCH,
+    dtype: str = "float32",
+    slots: int = 8,
+    max_prompt_length: int = 24,
+    max_completion_length: int = 16,
+    prefill_rows: int = 4,
+    decode_chunk_steps: int = 5,
+    stop_ids: Sequence[int] = STOP_IDS,
+    params: Params | None = None,
+    version: int = 0,
+) -> Engine:
+    """Return a new engine with weights."""
+    engine = Engine(
+        arch,
+        mesh_of(mesh),
+        stop_ids,
+        slots=slots,
+        max_prompt_length=max_prompt_length,
+        max_completion_length=max_completion_length,
+        cache_positions=max_prompt_length + max_completion_length,
+        prefill_rows=prefill_rows,
+        decode_chunk_steps=decode_chunk_steps,
+        dtype=dtype,
+    )
+    engine.set_weights(published(engine, host_params(arch) if params is None else params, dtype), version)
+    return engine
+
+
+def published(engine: Engine, params: Params, dtype: str = "float32") -> Params:
+    """Return parameters as the learner would publish them to the engine."""
+    layout = learner_params(engine.arch, engine.mesh, "float32")
+    whole = jax.tree.map(lambda leaf, like: jax.device_put(jnp.array(leaf), like.sharding), params, layout)
+    return publisher(engine.arch, engine.mesh, dtype)(whole)
+
+
+def request(ticket: Any, prompt: Sequence[int], max_tokens: int = 16, temperature: float = 1.0) -> Request:
+    """Return a request whose draws are keyed by its ticket: (task id, attempt)."""
+    task, attempt = ticket
+    return Request(ticket, tuple(prompt), draw_key(0, "test", task, attempt), max_tokens, temperature)
+
+
+def some_requests(count: int = 6, attempts: int = 2, temperature: float = 1.0, seed: int = 0) -> list[Request]:
+    """Return requests with prompts and limits of many lengths, attempts at one prompt next to each other."""
+    rng = np.random.default_rng(seed)
+    lengths = [1, 24, *rng.integers(2, 24, count)][:count]
+    limits = [16, 1, *rng.integers(2, 17, count)][:count]
+    prompts = [rng.integers(8, ARCH.vocab_size, length).tolist() for length in lengths]
+    return [
+        request((f"task {index}", attempt), prompt, int(limit), temperature)
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        for attempt in range(attempts)
+    ]
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> dict[Any, Completion]:
+    """Sample the requests to their end."""
+    engine.submit(requests)
+    return drain(engine)
+
+
+def drain(engine: Engine) -> dict[Any, Completion]:
+    """Sample what is queued to its end."""
+    done: dict[Any, Completion] = {}
+    while engine.pending:
+        engine.step()
+        for ticket, completion in engine.poll():
+            assert ticket not in done
+            done[ticket] = completion
+    return done
+
+
+def bits(completions: Mapping[Any, Completion]) -> dict[Any, tuple[Any, ...]]:
+    """Return what must be equal when completions are the same to the last bit."""
+    return {
+        ticket: (done.tokens.tolist(), done.logp.tobytes(), done.finish_reason, done.version)
+        for ticket, done in completions.items()
+    }
