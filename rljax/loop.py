@@ -32,6 +32,7 @@ from rljax.evaluate import run_eval
 from rljax.faults import fault_point
 from rljax.learner.state import TrainState
 from rljax.learner.step import DeviceBatch, Learner
+from rljax.manifest import MANIFEST
 from rljax.mesh import build_mesh, data_shards
 from rljax.pytree import Params
 from rljax.records import Group, RunMeta
@@ -195,7 +196,7 @@ class _Run:
             return self.learner.init(self._load()), meta
         meta = restored.meta
         if meta.config_hash != config_hash:
-            raise ValueError(_changed(self.dir.path, "the architecture or tokenizer of model.checkpoint, or rljax itself"))
+            raise ValueError(_changed(self.dir.path, "the model in model.checkpoint, or rljax itself"))
         check_fingerprint(meta.dataset_fingerprint, fingerprint)
         steps = self.config.train.steps
         if meta.step > steps:
@@ -320,8 +321,13 @@ def _changed(directory: Path, what: str) -> str:
 
 
 def _identity(config: Config) -> str:
-    """Hash what must stay the same between restarts: the options that decide, the architecture and the tokenizer."""
+    """Hash what must stay the same between restarts: the options that decide, the architecture and the tokenizer.
+
+    With a reference policy, which is loaded from the initial checkpoint at every start, also that checkpoint's content.
+    """
     files = sorted(load_files(config.model.checkpoint).items())
+    if config.algorithm.beta > 0:
+        files.append((MANIFEST, (config.model.checkpoint / MANIFEST).read_bytes()))
     digests = [(name, hashlib.sha256(content).hexdigest()) for name, content in files]
     return hashlib.sha256(json.dumps([config.hash(), digests]).encode()).hexdigest()
 

@@ -1,5 +1,6 @@
 """A random model of two layers, the meshes it is tried on, and its parts, built once: compiling is most of their cost."""
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -39,6 +40,10 @@ ARCH = Arch(
     max_position=512,
 )
 STOP_IDS = (2, 7, *range(200, 240))
+ROW_FIELDS = (
+    *("tokens", "positions", "segments", "parents", "score_index", "targets"),
+    *("mask", "logp_behavior", "advantage", "weight", "rollout"),
+)
 LENGTHS = ((3, 16, 9, 1), (5, 12, 2, 7))
 SPREAD = 8.0
 """Factor on the initial weights: attention and output far from uniform, logits of the order 5."""
@@ -73,15 +78,15 @@ def host_params(arch: Arch = ARCH, seed: int = 0) -> Params:
     return jax.tree.map(spread, init_params(arch, seed))
 
 
-def config_of(**sections: Mapping[str, Any]) -> Config:
-    """Return a configuration for the tiny model; later options win."""
+def config_of(data_shards: int = 1, **sections: Mapping[str, Any]) -> Config:
+    """Return a configuration for the tiny model: micro-batches of 8 rows over all devices, two of them at most."""
     options = {
         "sampler.slots": 8,
         "sampler.max_prompt_length": 24,
         "sampler.max_completion_length": 16,
         "algorithm.num_generations": 4,
-        "train.rollout_batch_size": 2,
-        "train.micro_batch_size_per_device": 2,
+        "train.rollout_batch_size": 4,
+        "train.micro_batch_size_per_device": 8 // data_shards,
         # The gradient can be read off the first moment, and the step is a smooth function of it.
         "optimizer.learning_rate": 0.5,
         "optimizer.b1": 0.0,
@@ -99,7 +104,8 @@ def learner_of(mesh: str = "one", **sections: Mapping[str, Any]) -> Learner:
 
 @cache
 def _learner(mesh: str, sections: str) -> Learner:
-    return Learner(ARCH, mesh_of(mesh), config_of(**json.loads(sections)))
+    devices = mesh_of(mesh)
+    return Learner(ARCH, devices, config_of(data_shards(devices), **json.loads(sections)))
 
 
 def placed(learner: Learner, params: Params) -> Params:
@@ -151,8 +157,18 @@ def _rollout(task: str, attempt: int, prompt: np.ndarray, length: int, rng: np.r
 
 def batch_of(learner: Learner, groups: Sequence[Group]) -> Batch:
     """Pack groups as a run does."""
-    shape = batch_shape(learner.config, data_shards(learner.mesh))
-    return prepare(groups, learner.config, shape).batches[0]
+    return prepare(groups, learner.config, batch_shape(learner.config, data_shards(learner.mesh))).batches[0]
+
+
+def spread(batch: Batch, parts: int) -> Batch:
+    """Return the same rows over so many micro-batches, as evenly as can be; the batch must have room for them."""
+    rows = [(micro, row) for micro in range(batch.num_micro) for row in np.flatnonzero(batch.mask[micro].any(1))]
+    moved: dict[str, Any] = {name: np.zeros_like(getattr(batch, name)) for name in ROW_FIELDS}
+    for index, (micro, row) in enumerate(rows):
+        for name, array in moved.items():
+            array[index % parts, index // parts] = getattr(batch, name)[micro, row]
+    scored = moved["mask"].sum(2).max(1).astype(np.int32)
+    return dataclasses.replace(batch, **moved, scored=scored, num_micro=parts)
 
 
 def gradient(state: TrainState) -> Params:

@@ -76,6 +76,8 @@ class Learner:
         Raises:
             ValueError: the model does not divide over the mesh.
         """
+        if mesh.shape["expert"] > 1:
+            raise ValueError(f"mesh.expert is {mesh.shape['expert']}, and this model has no experts to split; set it to 1")
         self.arch, self.mesh, self.config = arch, mesh, config
         self.optimizer = Optimizer(config.optimizer, lambda _: decays(arch))
         self.abstract_state = abstract_state(arch, mesh, config.model.param_dtype, self.optimizer)
@@ -174,7 +176,7 @@ def _score(learner: Learner, params: Params, batch: DeviceBatch) -> Float[Array,
     def body(index: Array, logps: Array) -> Array:
         micro = jax.tree.map(lambda leaf: _micro(leaf, index), batch)
         logp, _ = _forward(learner, params, micro)
-        return jax.lax.dynamic_update_index_in_dim(logps, logp, index, 0)
+        return jax.lax.dynamic_update_index_in_dim(logps, jnp.where(micro.mask, logp, 0.0), index, 0)
 
     return jax.lax.fori_loop(0, batch.num_micro, body, jnp.zeros(batch.mask.shape))
 

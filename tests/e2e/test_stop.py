@@ -81,8 +81,8 @@ def test_a_second_signal_corrupts_nothing(server: Server, whole: Path, tmp_path:
         (signal.SIGTERM, signal.SIGKILL, -signal.SIGKILL),
     ):
         pid = server.start(["train", *overrides(run, *OPTIONS)])
-        server.signal_when(pid, first, lambda: "step" in server.shown() and "start" in server.shown() + "start", 0.0)
-        server.signal_when(pid, second, lambda: "saving and stopping" in server.shown(), 0.0)
+        server.signal_when(pid, first, lambda: "\nstep " in server.shown())
+        server.signal_when(pid, second, lambda: "saving and stopping" in server.shown())
         assert server.wait() in (code, RETRY), server.output
     assert server.run(["train", *overrides(run, *OPTIONS)]) == 0, server.output
     assert state_bits(run, STEPS) == state_bits(whole, STEPS)

@@ -1,0 +1,129 @@
+"""No option is accepted and ignored: every one is read, and those that should change the result do."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.processes import Server
+from tests.tiny_run import metric_rows, overrides, param_bits, rollout_rows, step_metrics
+
+
+def test_every_option_is_read(server: Server, tmp_path: Path) -> None:
+    assert server.run([str(tmp_path)], main="tests.e2e.option_reads:main") == 0, server.output
+    assert json.loads(server.output.splitlines()[-1]) == []
+
+
+STEPS = 3
+COMMON = (f"train.steps={STEPS}", "checkpoint.every=3")
+FROM = {  # what a case is compared with, when it needs more than the common options
+    "kl": ("algorithm.beta=0.5",),
+    "twice": ("algorithm.num_iterations=3", "optimizer.learning_rate=0.05"),
+    "gap": ("sampler.dtype=bfloat16",),
+    "cosine": ("optimizer.schedule=cosine", "optimizer.decay_steps=4"),
+}
+CHANGES = {
+    "run.seed=1": "",
+    "model.param_dtype=bfloat16": "",
+    "model.compute_dtype=bfloat16": "",
+    "data.shuffle=false": "",
+    "data.num_tasks=15": "",
+    "sampler.temperature=0.7": "",
+    "sampler.max_completion_length=7": "",
+    "sampler.dtype=bfloat16": "",
+    "algorithm.num_generations=2": "",
+    "algorithm.scale_rewards=batch": "",
+    "algorithm.scale_rewards=none": "",
+    "algorithm.loss_agg_mode=seq-mean-token-sum": "",
+    "algorithm.loss_agg_mode=seq-mean-token-mean": "",
+    "algorithm.loss_agg_mode=seq-mean-token-sum-norm": "",
+    "algorithm.beta=0.5": "",
+    "algorithm.beta=0.1": "kl",
+    "algorithm.kl_estimator=k1": "kl",
+    "algorithm.kl_estimator=k2": "kl",
+    "algorithm.epsilon=0.01": "twice",
+    "algorithm.epsilon_high=0.01": "twice",
+    "algorithm.num_iterations=3": "",
+    "algorithm.rollout_is=none": "gap",
+    "algorithm.rollout_is_threshold=0.5": "gap",
+    "algorithm.mask_truncated_completions=true": "",
+    "optimizer.learning_rate=0.02": "",
+    "optimizer.schedule=linear": "cosine",
+    "optimizer.decay_steps=5": "cosine",
+    "optimizer.min_learning_rate=0.005": "cosine",
+    "optimizer.warmup_steps=2": "",
+    "optimizer.b1=0.5": "",
+    "optimizer.b2=0.9": "",
+    "optimizer.eps=0.001": "",
+    "optimizer.weight_decay=0.1": "",
+    "optimizer.max_grad_norm=0.1": "",
+    "train.rollout_batch_size=2": "",
+    "train.mini_batch_size=2": "",
+}
+
+
+@pytest.fixture(scope="module")
+def baselines() -> dict[str, Path]:
+    """Runs to compare with, by name, made when they are first asked for."""
+    return {}
+
+
+def run_of(server: Server, folder: Path, *options: str) -> Path:
+    assert server.run(["train", *overrides(folder, *COMMON, *options)]) == 0, server.output
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_option_changes_what_is_trained(
+    server: Server, baselines: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, change: str
+) -> None:
+    name = CHANGES[change]
+    if name not in baselines:
+        baselines[name] = run_of(server, tmp_path_factory.mktemp("from") / "run", *FROM.get(name, ()))
+    more = ["train.steps=4", "checkpoint.every=2"] if "mini_batch" in change else []
+    changed = run_of(server, tmp_path_factory.mktemp("to") / "run", *FROM.get(name, ()), change, *more)
+    assert param_bits(changed / "model") != param_bits(baselines[name] / "model")
+    if not change.startswith(("run", "data", "sampler", "algorithm.num_generations", "train.rollout", "train.mini")):
+        # Only what comes before the first update may differ, and there nothing does.
+        first = "step_00000001.jsonl"
+        assert rollout_rows(changed)[first] == rollout_rows(baselines[name])[first]
+
+
+UNCHANGED = (
+    "model.remat=none",
+    "model.remat=full",
+    "sampler.slots=8",
+    "sampler.cache_length=60",
+    "sampler.decode_chunk=1",
+    "env.workers=1",
+    "train.micro_batch_size_per_device=1",
+    "train.pack_length=120",
+    "eval.every=1",
+    "telemetry.tensorboard=true",
+    "telemetry.rollouts=false",
+)
+CLOSE = 2e-5
+"""Nats. Other programs round otherwise; the log-probabilities of a policy of three updates stay this close."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", UNCHANGED)
+def test_an_option_of_the_machinery_changes_no_result(
+    server: Server, baselines: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, change: str
+) -> None:
+    if "" not in baselines:
+        baselines[""] = run_of(server, tmp_path_factory.mktemp("from") / "run")
+    changed = run_of(server, tmp_path_factory.mktemp("to") / "run", change)
+    rows, expected = (rollout_rows(run) for run in (changed, baselines[""]))
+    assert len(rows) == (0 if change == "telemetry.rollouts=false" else STEPS)
+    for name in rows:
+        for row, other in zip(rows[name], expected[name], strict=True):
+            assert row["tokens"] == other["tokens"]
+            assert row["logp_behavior"] == pytest.approx(other["logp_behavior"], abs=CLOSE)
+    names = ("loss/total", "reward/mean", "optimizer/grad_norm")
+    for step, row in step_metrics(baselines[""]).items():
+        for name in names:
+            assert step_metrics(changed)[step][name] == pytest.approx(row[name], rel=1e-3, abs=1e-6)
+    assert (changed / "tensorboard").exists() == (change == "telemetry.tensorboard=true")
+    assert len(metric_rows(changed)) == (2 * STEPS + 1 if change == "eval.every=1" else STEPS)

@@ -1,0 +1,187 @@
+"""The engine samples what is asked of it: all requests, each to its own end, in any number of slots."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rljax.sampler.engine import Engine
+from tests.tiny_model import ARCH, STOP_IDS, bits, drain, engine_of, mesh_of, request, run, some_requests, warm_engine
+
+PROMPT = (11, 50, 12, 90, 13)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return warm_engine()
+
+
+def lengths_by_reason(completions: dict[Any, Any], reason: str) -> list[int]:
+    return [len(done.tokens) for done in completions.values() if done.finish_reason == reason]
+
+
+def test_every_completion_ends_at_its_first_stop_token_or_at_its_limit(engine: Engine) -> None:
+    requests = some_requests(24, 4)
+    done = run(engine, requests)
+    assert set(done) == {asked.ticket for asked in requests}
+    ends = set()
+    for asked in requests:
+        tokens, reason = done[asked.ticket].tokens, done[asked.ticket].finish_reason
+        assert not np.isin(tokens[:-1], STOP_IDS).any()
+        assert (tokens[-1] in STOP_IDS) == (reason == "stop")
+        assert len(tokens) == asked.max_tokens or (reason == "stop" and len(tokens) < asked.max_tokens)
+        assert len(done[asked.ticket].logp) == len(tokens)
+        assert done[asked.ticket].version == 0
+        if reason == "stop":
+            ends.add(int(tokens[-1]))
+    assert len(ends) >= 15  # many different stop tokens, not the first of them alone
+    assert len(lengths_by_reason(done, "stop")) >= 20
+    assert len(lengths_by_reason(done, "length")) >= 20
+
+
+def test_a_limit_cuts_a_completion_and_changes_nothing_before_the_cut(engine: Engine) -> None:
+    long, short = (run(engine, [request(("t", n), PROMPT, limit) for n in range(8)]) for limit in (16, 3))
+    cut = [ticket for ticket in long if len(long[ticket].tokens) > 3]
+    assert len(cut) >= 3
+    for ticket in cut:
+        assert short[ticket].tokens.tolist() == long[ticket].tokens[:3].tolist()
+        assert short[ticket].finish_reason == "length"
+
+
+def test_one_token_prompts_and_one_token_completions_are_possible(engine: Engine) -> None:
+    done = run(engine, [request(("short", 0), (40,), 1), request(("short", 1), (40,), 16), request(("full", 0), [9] * 24, 16)])
+    assert len(done["short", 0].tokens) == 1
+    assert done["short", 0].tokens[0] != done["short", 1].tokens[0]  # another attempt
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ((), 1, "has 0 tokens"),
+        ([9] * 25, 1, "has 25 tokens; sampler.max_prompt_length allows 1 to 24"),
+        ([9], 0, "asks for 0 tokens"),
+        ([9], 17, "asks for 17 tokens; sampler.max_completion_length allows 1 to 16"),
+    ],
+)
+def test_requests_that_do_not_fit_are_refused_and_nothing_is_queued(
+    engine: Engine, prompt: Any, max_tokens: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.submit([request(("good", 0), PROMPT), request(("bad", 0), prompt, max_tokens)])
+    assert engine.pending == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_ids": ()}, "no token ends a completion"),
+        ({"slots": 12}, r"sampler.slots \(12\) must be a multiple of mesh.replica x mesh.fsdp \(8\)"),
+        ({"cache_positions": 39}, "a prompt of 24 and a completion of 16 tokens exceed the cache of 39 positions"),
+    ],
+)
+def test_an_engine_that_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
+    good = {"stop_ids": (2,), "slots": 8, "max_prompt_length": 24, "max_completion_length": 16, "cache_positions": 40}
+    good |= {"prefill_rows": 4, "decode_chunk_steps": 5, "dtype": "float32"}
+    arguments: dict[str, Any] = {**good, **options}
+    with pytest.raises(ValueError, match=message):
+        Engine(ARCH, mesh_of("fsdp"), arguments.pop("stop_ids"), **arguments)
+
+
+class Watched:
+    """Notes what an engine prefills."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+        self.rows, fill = [], engine._fill
+
+        def noted(params: Any, state: Any, new: Any) -> Any:
+            self.rows.append(int((np.asarray(new.lengths) > 0).sum()))
+            return fill(params, state, new)
+
+        monkeypatch.setattr(engine, "_fill", noted)
+
+
+def test_the_prompt_of_a_group_is_computed_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(engine, monkeypatch)
+    run(engine, [request(("t", attempt), PROMPT, 2) for attempt in range(8)])
+    assert watched.rows == [1]
+
+
+def test_one_prefill_takes_as_many_prompts_as_it_has_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(engine, monkeypatch)
+    prompts = [(*PROMPT, last, 9) for last in range(20, 26)]
+    run(engine, [request((f"t{prompt}", 0), prompt, 2) for prompt in prompts])
+    assert watched.rows == [4, 2]
+
+
+def test_attempts_at_one_prompt_differ_and_repeat_to_the_bit(engine: Engine) -> None:
+    group = [request(("t", attempt), PROMPT) for attempt in range(8)]
+    first = run(engine, group)
+    assert len({done.tokens.tobytes() for done in first.values()}) == 8
+    assert bits(run(engine, group)) == bits(first)
+
+
+def test_greedy_attempts_are_equal(engine: Engine) -> None:
+    done = run(engine, [request(("t", attempt), PROMPT, temperature=0.0) for attempt in range(3)])
+    assert len({completion.tokens.tobytes() for completion in done.values()}) == 1
+    assert all((completion.logp == 0).all() for completion in done.values())
+
+
+def test_after_an_abort_nothing_is_left_and_nothing_compiles_again(engine: Engine) -> None:
+    expected = bits(run(engine, some_requests(4)))
+    programs = engine._fill._cache_size(), engine._decode._cache_size()
+    engine.submit(some_requests(12, seed=5))
+    engine.step()
+    engine.abort()
+    assert engine.pending == 0
+    assert engine.poll() == []
+    engine.step()
+    assert bits(run(engine, some_requests(4))) == expected
+    assert (engine._fill._cache_size(), engine._decode._cache_size()) == programs
+
+
+def test_requests_may_come_while_others_are_decoded(engine: Engine) -> None:
+    requests = some_requests(10)
+    expected = bits(run(engine, requests))
+    engine.submit(requests[:10])
+    engine.step()
+    engine.submit(requests[10:])
+    assert bits(drain(engine)) == expected
+
+
+def test_a_stream_yields_all_tokens_in_order(engine: Engine) -> None:
+    for attempt in range(4):
+        asked = request(("t", attempt), PROMPT)
+        whole = run(engine, [asked])["t", attempt].tokens
+        parts = list(engine.stream(asked))
+        assert np.concatenate(parts).tolist() == whole.tolist()
+        assert len(parts) == -(-len(whole) // 5)  # one part per chunk
+    assert engine.pending == 0
+
+
+def test_weights_do_not_change_under_rollouts_in_progress(engine: Engine) -> None:
+    engine.submit([request(("t", 0), PROMPT)])
+    engine.step()
+    assert engine._params is not None
+    with pytest.raises(AssertionError, match="weights changed while"):
+        engine.set_weights(engine._params, 1)
+    engine.abort()
+
+
+def test_the_programs_compile_once_per_prompt_bucket() -> None:
+    engine = engine_of(slots=4, prefill_rows=2)
+    run(engine, some_requests(12, 3))
+    programs = engine._fill._cache_size(), engine._decode._cache_size()
+    assert programs == (2, 1)  # prompts of up to 16 and up to 24 tokens
+    run(engine, some_requests(12, 3, seed=1))
+    assert (engine._fill._cache_size(), engine._decode._cache_size()) == programs
+
+
+def test_bfloat16_is_sampled_in_bfloat16_and_repeats() -> None:
+    engine = warm_engine(dtype="bfloat16")
+    assert engine._params is not None
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(engine._params)} == {"bfloat16"}
+    first = run(engine, some_requests(8))
+    assert bits(run(engine, some_requests(8))) == bits(first)
+    assert bits(first) != bits(run(warm_engine(), some_requests(8)))
+    assert all(np.isfinite(done.logp).all() and done.logp.dtype == np.float32 for done in first.values())
