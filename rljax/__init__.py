@@ -15,18 +15,20 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rljax.chat import sample
     from rljax.convert import convert
     from rljax.evaluate import evaluate
     from rljax.loop import train
     from rljax.recipe import load as load_config
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "convert", "evaluate", "load_config", "train"]
+__all__ = ["__version__", "convert", "evaluate", "load_config", "sample", "train"]
 
 _HOMES = {
     "convert": ("rljax.convert", "convert"),
     "evaluate": ("rljax.evaluate", "evaluate"),
     "load_config": ("rljax.recipe", "load"),
+    "sample": ("rljax.chat", "sample"),
     "train": ("rljax.loop", "train"),
 }
 

@@ -134,6 +134,15 @@ class Chat:
             self.messages = [*messages, {"role": "assistant", "content": "".join(shown)}]
 
 
+def sample(checkpoint: Path, prompt: str, options: ChatOptions | None = None) -> str:
+    """Return a checkpoint's answer to one message: `rljax sample CHECKPOINT --prompt PROMPT`.
+
+    Raises:
+        ValueError: there is no checkpoint, or the lengths do not fit the model.
+    """
+    return "".join(Chat(checkpoint, options or ChatOptions()).say(prompt))
+
+
 def converse(chat: Chat, read: Callable[[str], str] = input, write: Callable[[str], object] = sys.stdout.write) -> None:
     """Read messages and stream answers until the person ends the conversation.
 

@@ -18,7 +18,7 @@ from rljax.learner.state import TrainState, learner_params
 from rljax.learner.step import Learner
 from rljax.mesh import AXES, build_mesh, data_shards
 from rljax.models.arch import Arch, Rope
-from rljax.models.decoder import init_params
+from rljax.models.decoder import abstract_params
 from rljax.pytree import Params
 from rljax.recipe import load
 from rljax.records import Completion, Group, Provenance, Rollout, Score, Task
@@ -45,8 +45,8 @@ ROW_FIELDS = (
     *("mask", "logp_behavior", "advantage", "weight", "rollout"),
 )
 LENGTHS = ((3, 16, 9, 1), (5, 12, 2, 7))
-SPREAD = 8.0
-"""Factor on the initial weights: attention and output far from uniform, logits of the order 5."""
+SPREAD = 0.16
+"""Standard deviation of the weights: attention and output are far from uniform, logits of the order 3."""
 
 MESHES: Mapping[str, Mapping[str, int]] = {
     "one": {"fsdp": 1},
@@ -67,25 +67,25 @@ def mesh_of(name: str) -> Mesh:
 
 
 @cache
-def host_params(arch: Arch = ARCH, seed: int = 0) -> Params:
+def host_params(seed: int = 0) -> Params:
     """Return random parameters as numpy arrays; norm scales too, so that leaving one out shows."""
     rng = np.random.default_rng(seed)
 
-    def spread(leaf: Any) -> np.ndarray:
-        value = np.array(leaf, np.float32)
-        return value + rng.normal(0, 0.2, value.shape).astype(np.float32) if (value == 1).all() else value * SPREAD
+    def draw(path: Any, leaf: Any) -> np.ndarray:
+        is_norm = "norm" in jax.tree_util.keystr(path)
+        return rng.normal(*((1.0, 0.2) if is_norm else (0.0, SPREAD)), leaf.shape).astype(np.float32)
 
-    return jax.tree.map(spread, init_params(arch, seed))
+    return jax.tree_util.tree_map_with_path(draw, abstract_params(ARCH))
 
 
 def config_of(data_shards: int = 1, **sections: Mapping[str, Any]) -> Config:
-    """Return a configuration for the tiny model: micro-batches of 8 rows over all devices, two of them at most."""
+    """Return a configuration for the tiny model: micro-batches of 8 rows over all devices, four of them at most."""
     options = {
         "sampler.slots": 8,
         "sampler.max_prompt_length": 24,
         "sampler.max_completion_length": 16,
         "algorithm.num_generations": 4,
-        "train.rollout_batch_size": 4,
+        "train.rollout_batch_size": 8,
         "train.micro_batch_size_per_device": 8 // data_shards,
         # The gradient can be read off the first moment, and the step is a smooth function of it.
         "optimizer.learning_rate": 0.5,
@@ -116,7 +116,7 @@ def placed(learner: Learner, params: Params) -> Params:
 
 def first_state(learner: Learner, params: Params | None = None) -> TrainState:
     """Return the state before the first step."""
-    return learner.init(placed(learner, host_params(learner.arch) if params is None else params))
+    return learner.init(placed(learner, host_params() if params is None else params))
 
 
 def some_groups(lengths: Sequence[Sequence[int]] = LENGTHS, seed: int = 0, prompt_length: int = 6) -> list[Group]:
@@ -185,7 +185,6 @@ def warm_engine(mesh: str = "one", dtype: str = "float32") -> Engine:
 def engine_of(
     mesh: str = "one",
     *,
-    arch: Arch = ARCH,
     dtype: str = "float32",
     slots: int = 8,
     max_prompt_length: int = 24,
@@ -198,7 +197,7 @@ def engine_of(
 ) -> Engine:
     """Return a new engine with weights."""
     engine = Engine(
-        arch,
+        ARCH,
         mesh_of(mesh),
         stop_ids,
         slots=slots,
@@ -209,7 +208,7 @@ def engine_of(
         decode_chunk_steps=decode_chunk_steps,
         dtype=dtype,
     )
-    engine.set_weights(published(engine, host_params(arch) if params is None else params, dtype), version)
+    engine.set_weights(published(engine, host_params() if params is None else params, dtype), version)
     return engine
 
 
@@ -254,6 +253,28 @@ def drain(engine: Engine) -> dict[Any, Completion]:
             assert ticket not in done
             done[ticket] = completion
     return done
+
+
+def rollouts_of(requests: Sequence[Request], completions: Mapping[Any, Completion]) -> list[Group]:
+    """Turn completions into one group per task, with random rewards."""
+    rng, members = np.random.default_rng(0), {}
+    for asked in requests:
+        done, (task, attempt) = completions[asked.ticket], asked.ticket
+        prompt, drawn = len(asked.prompt), len(done.tokens)
+        rollout = Rollout(
+            task_id=task,
+            attempt=attempt,
+            tokens=np.array([*asked.prompt, *done.tokens], np.int32),
+            provenance=np.repeat([Provenance.PROMPT, Provenance.MODEL], [prompt, drawn]).astype(np.int8),
+            logp_behavior=np.concatenate([np.zeros(prompt, np.float32), done.logp]),
+            versions=np.repeat([-1, done.version], [prompt, drawn]).astype(np.int32),
+            finish_reason=done.finish_reason,
+            score=Score("score", float(rng.normal())),
+            turns=1,
+            text="",
+        )
+        members.setdefault(task, []).append(rollout)
+    return [Group(Task(task, ()), tuple(rollouts)) for task, rollouts in members.items()]
 
 
 def bits(completions: Mapping[Any, Completion]) -> dict[Any, tuple[Any, ...]]:

@@ -32,7 +32,7 @@ class Letters:
     @classmethod
     def make_task(cls, options: Section, index: int, split: str) -> Task:
         """Make a task; prompts have different lengths."""
-        question = f"{'What ' * (index % 5)}is {index}?"
+        question = f"{'What ' * (index % 8)}is {index}?"
         return Task(f"{split}/{index}", ({"role": "user", "content": question},), answer=str(index))
 
     def reset(self, task: Task, seed: int) -> Observation:
@@ -45,6 +45,14 @@ class Letters:
 
     def close(self) -> None:
         """Hold nothing."""
+
+
+class Constant(Letters):
+    """Rewards everything alike."""
+
+    def step(self, text: str) -> StepResult:
+        """Score the text."""
+        return StepResult((), 0.5, True)
 
 
 class Slow(Letters):

@@ -11,7 +11,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rljax.checkpoint import save_params
 from rljax.convert import ARCH_FILE
 from rljax.models.arch import Arch, Rope
-from rljax.models.decoder import init_params
+from rljax.models.decoder import INIT_STD, abstract_params
+from rljax.pytree import Params
 
 VOCAB_SIZE = 320
 
@@ -83,6 +87,18 @@ def tokenizer_files() -> dict[str, bytes]:
     }
 
 
+def tiny_params(arch: Arch, seed: int) -> Params:
+    """Draw the parameters on the host, where nothing needs to be compiled: normal weights, unit norms."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        norm = "norm" in jax.tree_util.keystr(path)
+        values = np.ones(leaf.shape) if norm else rng.normal(scale=INIT_STD, size=leaf.shape)
+        return jax.device_put(values.astype(np.float32))
+
+    return jax.tree_util.tree_map_with_path(draw, abstract_params(arch))
+
+
 def make_tiny_checkpoint(directory: Path, seed: int = 0) -> Path:
     """Write the checkpoint, in place of one that is already there, and return its folder.
 
@@ -92,7 +108,7 @@ def make_tiny_checkpoint(directory: Path, seed: int = 0) -> Path:
     """
     arch = tiny_arch()
     files = {ARCH_FILE: arch.to_json().encode(), **tokenizer_files()}
-    save_params(directory, init_params(arch, seed), files, overwrite=True)
+    save_params(directory, tiny_params(arch, seed), files, overwrite=True)
     return directory
 
 

@@ -84,8 +84,8 @@ def test_an_option_changes_what_is_trained(
     more = ["train.steps=4", "checkpoint.every=2"] if "mini_batch" in change else []
     changed = run_of(server, tmp_path_factory.mktemp("to") / "run", *FROM.get(name, ()), change, *more)
     assert param_bits(changed / "model") != param_bits(baselines[name] / "model")
-    if not change.startswith(("run", "data", "sampler", "algorithm.num_generations", "train.rollout", "train.mini")):
-        # Only what comes before the first update may differ, and there nothing does.
+    if not change.startswith(("run", "model.param", "data", "sampler", "algorithm.num_generations", "train.rollout")):
+        # These act on updates alone, and the first rollouts come before any.
         first = "step_00000001.jsonl"
         assert rollout_rows(changed)[first] == rollout_rows(baselines[name])[first]
 

@@ -10,10 +10,9 @@ import pytest
 
 from rljax.checkpoint import CheckpointStore, save_params
 from rljax.convert import ARCH_FILE
-from rljax.models.decoder import init_params
 from tests.e2e.processes import Server
 from tests.tiny_run import metric_rows, overrides, param_bits, rollout_rows, state_bits, tiny_checkpoint
-from tools.make_tiny_checkpoint import tiny_arch, tokenizer_files
+from tools.make_tiny_checkpoint import tiny_arch, tiny_params, tokenizer_files
 
 STEPS = 12
 SAVED = (6, STEPS)
@@ -202,7 +201,7 @@ def test_what_may_change_between_restarts_changes_nothing(server: Server, whole:
 def test_another_tokenizer_is_refused(server: Server, half: Path, tmp_path: Path) -> None:
     arch, files = tiny_arch(), tokenizer_files()
     files["tokenizer_config.json"] = files["tokenizer_config.json"].replace(b"assistant", b"model")
-    save_params(tmp_path / "other", init_params(arch, 0), {ARCH_FILE: arch.to_json().encode(), **files})
+    save_params(tmp_path / "other", tiny_params(arch, 0), {ARCH_FILE: arch.to_json().encode(), **files})
     assert server.run(["train", *overrides(half, *OPTIONS, f"model.checkpoint={tmp_path / 'other'}")]) == 2
     assert "tokenizer of model.checkpoint" in server.output
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from rljax.config import OptimizerConfig
 from rljax.learner.optimizer import Optimizer
@@ -29,7 +30,7 @@ def test_each_moment_lies_like_its_parameter() -> None:
     for moment in (state.optimizer.moments[0].mu, state.optimizer.moments[0].nu):
         places = jax.tree.map(lambda leaf, like: leaf.sharding == like.sharding, moment, state.params)
         assert all(jax.tree.leaves(places))
-    assert state.params["layers"]["down"].sharding.spec == (None, "tensor", "fsdp")
+    assert state.params["layers"]["down"].sharding.spec == PartitionSpec(None, "tensor", "fsdp")
     assert state.optimizer.updates.sharding.is_fully_replicated
 
 

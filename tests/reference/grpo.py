@@ -5,6 +5,7 @@ into micro-batches. The arithmetic of the loss is that of `policy_loss.py`, in a
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -44,10 +45,9 @@ def rows_of(groups: Sequence[Group]) -> Rows:
     return Rows(tokens, np.array(advantage, np.float32), by_model[:, 1:], behavior[:, 1:])
 
 
-def loss(arch: Arch, params: Params, rows: Rows, config: Config, prox: Any = None, ref: Any = None) -> Any:
-    """Return the loss; `prox` and `ref` are log-probabilities shaped like `rows.behavior`, `prox` None the current ones."""
+def loss(logp: Any, rows: Rows, config: Config, prox: Any = None, ref: Any = None) -> Any:
+    """Return the loss; all log-probabilities are shaped like `rows.behavior`, and `prox` None is the current ones."""
     algorithm, mask = config.algorithm, rows.by_model
-    logp = decoder.logprobs(arch, params, rows.tokens, config.sampler.temperature, jnp)
     prox = jax.lax.stop_gradient(logp) if prox is None else prox
     advantage = rows.advantage[:, None]
     ratio = jnp.exp(logp - prox)
@@ -66,11 +66,26 @@ def loss(arch: Arch, params: Params, rows: Rows, config: Config, prox: Any = Non
     return (sums / config.sampler.max_completion_length).mean()
 
 
+@partial(jax.jit, static_argnums=0)
+def logprobs(arch: Arch, params: Params, tokens: Any, temperature: float) -> Any:
+    """Return the log-probability of each token but the first, from whole logits."""
+    return decoder.logprobs(arch, params, tokens, temperature, jnp)
+
+
+@partial(jax.jit, static_argnums=0)
+def pull_back(arch: Arch, params: Params, tokens: Any, temperature: float, slope: Any) -> Params:
+    """Return the gradient with respect to the parameters, given that with respect to the log-probabilities."""
+    return jax.vjp(lambda params: decoder.logprobs(arch, params, tokens, temperature, jnp), params)[1](slope)[0]
+
+
 def step(
     arch: Arch, params: Params, rows: Rows, config: Config, prox: Any = None, ref: Any = None
 ) -> tuple[Any, Params, Params]:
     """Return the loss, its gradient, and the parameters after AdamW's first update without weight decay and clipping."""
-    value, grads = jax.value_and_grad(lambda params: loss(arch, params, rows, config, prox, ref))(params)
+    temperature = config.sampler.temperature
+    logp = logprobs(arch, params, rows.tokens, temperature)
+    value, slope = jax.value_and_grad(loss)(logp, rows, config, prox, ref)
+    grads = pull_back(arch, params, rows.tokens, temperature, slope)
     # After one update the corrected moments are the gradient and its square.
     rate, eps = config.optimizer.learning_rate, config.optimizer.eps
     return value, grads, jax.tree.map(lambda leaf, grad: leaf - rate * grad / (jnp.abs(grad) + eps), params, grads)

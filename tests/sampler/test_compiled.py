@@ -8,21 +8,22 @@ from functools import cache
 import jax
 import pytest
 
-from tests.tiny_model import ARCH, engine_of, some_requests
+from tests.tiny_model import ARCH, some_requests, warm_engine
 
-SLOTS, POSITIONS = 16, 40
+SLOTS, POSITIONS = 8, 40
 INSTRUCTION = re.compile(r"= (?:\()?\w+\[([\d,]*)\]\S* (?:.*?\) )?([a-z][a-z-]*)\(")
 
 
 @cache
 def programs(mesh: str) -> dict[str, str]:
     """Return the text of the compiled programs."""
-    engine = engine_of(mesh, slots=SLOTS)
+    engine = warm_engine(mesh)
     assert engine._params is not None
     with jax.set_mesh(engine.mesh):
         decode = engine._decode.lower(engine._params, engine._state, engine._stop_ids)
         engine.submit(some_requests(2))
         fill = engine._fill.lower(engine._params, engine._state, engine._admit())
+    engine.abort()
     return {"decode": decode.compile().as_text(), "fill": fill.compile().as_text()}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rljax.sampler.engine import Engine
-from tests.tiny_model import ARCH, STOP_IDS, bits, drain, engine_of, mesh_of, request, run, some_requests, warm_engine
+from tests.tiny_model import ARCH, STOP_IDS, bits, drain, mesh_of, request, run, some_requests, warm_engine
 
 PROMPT = (11, 50, 12, 90, 13)
 
@@ -168,13 +168,11 @@ def test_weights_do_not_change_under_rollouts_in_progress(engine: Engine) -> Non
     engine.abort()
 
 
-def test_the_programs_compile_once_per_prompt_bucket() -> None:
-    engine = engine_of(slots=4, prefill_rows=2)
+def test_the_programs_compile_once_per_prompt_bucket(engine: Engine) -> None:
     run(engine, some_requests(12, 3))
-    programs = engine._fill._cache_size(), engine._decode._cache_size()
-    assert programs == (2, 1)  # prompts of up to 16 and up to 24 tokens
-    run(engine, some_requests(12, 3, seed=1))
-    assert (engine._fill._cache_size(), engine._decode._cache_size()) == programs
+    run(engine, some_requests(2, 1, seed=1))
+    # Prompts of up to 16 and up to 24 tokens; whatever else this engine has done before changes nothing here.
+    assert (engine._fill._cache_size(), engine._decode._cache_size()) == (2, 1)
 
 
 def test_bfloat16_is_sampled_in_bfloat16_and_repeats() -> None:

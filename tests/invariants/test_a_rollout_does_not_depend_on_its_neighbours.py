@@ -1,0 +1,55 @@
+"""What a rollout becomes follows from the weights, its prompt and its key: not from its slot, its neighbours or when it came.
+
+Within one compiled shape that holds to the last bit; between shapes the tokens are the same and log-probabilities agree to
+rounding.
+"""
+
+import numpy as np
+import pytest
+
+from tests.tiny_model import bits, drain, engine_of, run, some_requests, warm_engine
+
+LOGP_ATOL = 5e-6
+"""Float32 sums in another order; log-probabilities are of the order 10 (nats)."""
+
+
+def test_alone_it_is_what_it_is_among_others() -> None:
+    requests = some_requests(10)
+    together = bits(run(warm_engine(), requests))
+    for asked in requests[::3]:
+        assert bits(run(warm_engine(), [asked])) == {asked.ticket: together[asked.ticket]}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_order_of_submission_changes_nothing(seed: int) -> None:
+    requests = some_requests(10)
+    order = np.random.default_rng(seed).permutation(len(requests))
+    assert bits(run(warm_engine(), [requests[index] for index in order])) == bits(run(warm_engine(), requests))
+
+
+def test_other_prompts_change_nothing() -> None:
+    requests = some_requests(3)
+    expected = bits(run(warm_engine(), requests))
+    others = [other for other in some_requests(12, 3, seed=7) if other.ticket not in expected]
+    crowd = [*others[:9], *requests, *others[9:]]
+    found = bits(run(warm_engine(), crowd))
+    assert {ticket: found[ticket] for ticket in expected} == expected
+
+
+def test_coming_late_changes_nothing() -> None:
+    requests = some_requests(10)
+    expected = bits(run(warm_engine(), requests))
+    engine, found = warm_engine(), {}
+    for asked in requests:
+        engine.submit([asked])
+        engine.step()
+        found |= bits(dict(engine.poll()))
+    assert found | bits(drain(engine)) == expected
+
+
+def test_the_number_of_slots_and_the_length_of_a_chunk_change_no_token() -> None:
+    requests = some_requests(10)
+    one, two = run(warm_engine(), requests), run(engine_of(slots=3, decode_chunk_steps=2, prefill_rows=1), requests)
+    for ticket, done in one.items():
+        assert two[ticket].tokens.tolist() == done.tokens.tolist()
+        np.testing.assert_allclose(two[ticket].logp, done.logp, rtol=0, atol=LOGP_ATOL)

@@ -1,0 +1,152 @@
+"""The loop as a function: what `train` returns and leaves behind, and what `check` finds before anything is compiled."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rljax.convert import read_arch
+from rljax.data.tokenizer import Tokenizer
+from rljax.loop import TrainResult, check, train
+from rljax.telemetry.metrics import METRICS
+from tests.tiny_run import (
+    compiled_once,
+    config,
+    metric_rows,
+    param_bits,
+    rollout_rows,
+    state_bits,
+    step_metrics,
+    tiny_checkpoint,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> Iterator[None]:
+    with compiled_once():
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainResult, list[str]]:
+    """Train for two epochs of one step each; return the result and what was reported."""
+    said: list[str] = []
+    settings = config(tmp_path_factory.mktemp("trained") / "run", "train.steps=2", "data.num_tasks=4")
+    return train(settings, said.append), said
+
+
+def test_a_run_says_how_it_went(trained: tuple[TrainResult, list[str]]) -> None:
+    result, said = trained
+    assert (result.step, result.trained, result.stopped) == (2, 2, False)
+    assert result.metrics["progress/prompt_position"] == 8
+    assert said[-2:] == [
+        "train: all 4 tasks fit max_prompt_length = 48 (longest: 16 tokens)",
+        f"start: {tiny_checkpoint()}",
+    ]
+
+
+def test_a_run_leaves_everything_behind(trained: tuple[TrainResult, list[str]]) -> None:
+    run = trained[0].run_dir
+    names = {path.name for path in run.iterdir()}
+    assert names == {"checkpoints", "config.json", "logs", "metrics.jsonl", "model", "rollouts", "run.json"}
+    assert read_arch(run / "model") == read_arch(tiny_checkpoint())
+    assert Tokenizer.load(run / "model").stop_ids == Tokenizer.load(tiny_checkpoint()).stop_ids
+    params = {name.removeprefix("params."): bits for name, bits in state_bits(run, 2).items() if name.startswith("params.")}
+    assert params == param_bits(run / "model")
+    (launch,) = json.loads((run / "run.json").read_text())["launches"]
+    assert len(launch["devices"]) >= 1
+
+
+def test_every_step_has_its_metrics(trained: tuple[TrainResult, list[str]]) -> None:
+    run = trained[0].run_dir
+    steps = step_metrics(run)
+    assert list(steps) == [1, 2]
+    for step, row in steps.items():
+        missing = {name for name in METRICS if "<" not in name} - set(row) - {"eval/accuracy", "eval/reward_mean"}
+        assert missing == set()
+        assert row["progress/step"] == row["progress/version"] == step
+        assert row["progress/prompt_position"] == 4 * step
+        assert (row["policy/ratio_mean"], row["policy/ratio_max"], row["policy/clip_fraction"]) == (1.0, 1.0, 0.0)
+        assert row["gap/outside_fraction"] == 0.0
+        buckets = [value for name, value in row.items() if name.startswith("time/") and name != "time/step"]
+        assert sum(buckets) == pytest.approx(row["time/step"])
+
+
+def test_a_task_that_comes_again_is_attempted_anew(trained: tuple[TrainResult, list[str]]) -> None:
+    first, second = rollout_rows(trained[0].run_dir).values()
+    assert {row["task_id"] for row in first} == {row["task_id"] for row in second}
+    assert {row["attempt"] for row in first} == {0, 1, 2, 3}
+    assert {row["attempt"] for row in second} == {4, 5, 6, 7}
+    texts = [row["text"] for row in (*first, *second)]
+    assert len(set(texts)) == len(texts)
+    versions = [{version for row in rows for version in row["versions"]} for rows in (first, second)]
+    assert versions == [{-1, 0}, {-1, 1}]
+
+
+def test_a_run_is_continued_and_then_complete(trained: tuple[TrainResult, list[str]]) -> None:
+    run = trained[0].run_dir
+    said: list[str] = []
+    longer = config(run, "train.steps=3", "checkpoint.every=3", "data.num_tasks=4")
+    result = train(longer, said.append)
+    assert (result.step, result.trained) == (3, 1)
+    assert said[-1] == f"resume: step 2 of {run}"
+    again = train(longer, said.append)
+    assert (again.step, again.trained, again.metrics) == (3, 0, {})
+    assert "is complete (3 steps)" in said[-1]
+    assert [row["step"] for row in metric_rows(run)] == [1, 2, 3]
+
+
+def test_equal_rewards_move_nothing(tmp_path: Path) -> None:
+    settings = config(tmp_path / "run", "train.steps=1", "checkpoint.every=1", "env.name=tests.worlds:Constant")
+    result = train(settings)
+    assert result.metrics["groups/zero_variance_fraction"] == 1.0
+    assert result.metrics["optimizer/grad_norm"] == 0.0
+    assert result.metrics["tokens/trained"] > 0
+    assert param_bits(tmp_path / "run" / "model") == param_bits(tiny_checkpoint())
+
+
+def test_a_thread_can_train(tmp_path: Path) -> None:
+    """Notebooks and servers do; only signals are not heard there."""
+    found: list[TrainResult] = []
+    settings = config(tmp_path / "run", "train.steps=1", "checkpoint.every=1")
+    thread = threading.Thread(target=lambda: found.append(train(settings)))
+    thread.start()
+    thread.join()
+    assert [result.step for result in found] == [1]
+
+
+def test_a_check_tells_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    check(config(tmp_path / "run", "eval.every=2", "eval.num_tasks=3"), said.append)
+    assert not (tmp_path / "run").exists()
+    assert said[:2] == [
+        "train: all 16 tasks fit max_prompt_length = 48 (longest: 20 tokens)",
+        "eval: all 3 tasks fit max_prompt_length = 48 (longest: 15 tokens)",
+    ]
+    assert said[-1] == "epochs: 1.00"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.checkpoint=nowhere", "nowhere is no checkpoint of rljax"),
+        ("mesh.tensor=3", "mesh.tensor 3 needs"),
+        ("env.name=tests.worlds:Letter", "did you mean 'Letters'"),
+        ("env.options.loud=true", "env.options.loud is unknown"),
+        ("sampler.max_completion_length=500", "548 tokens, and the model was made for at most 512"),
+        ("sampler.max_prompt_length=12", "tasks are left, fewer than the batch of 4"),
+    ],
+)
+def test_a_check_finds_what_does_not_fit(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(config(tmp_path / "run", override))
+
+
+def test_a_check_looks_at_the_environment_of_tasks_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Say {index}"}) + "\n" for index in range(4)))
+    settings = config(tmp_path / "run", "data.source=file", f"data.path={path}", "env.options.loud=true")
+    with pytest.raises(ValueError, match=r"env.options.loud is unknown"):
+        check(settings)
