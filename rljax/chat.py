@@ -5,7 +5,6 @@ sampling and templates.
 """
 
 import secrets
-import sys
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
@@ -143,7 +142,11 @@ def sample(checkpoint: Path, prompt: str, options: ChatOptions | None = None) ->
     return "".join(Chat(checkpoint, options or ChatOptions()).say(prompt))
 
 
-def converse(chat: Chat, read: Callable[[str], str] = input, write: Callable[[str], object] = sys.stdout.write) -> None:
+def _print(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def converse(chat: Chat, read: Callable[[str], str] = input, write: Callable[[str], object] = _print) -> None:
     """Read messages and stream answers until the person ends the conversation.
 
     Ctrl-C cuts an answer short; Ctrl-D or /quit ends.
@@ -173,7 +176,6 @@ def _answer(chat: Chat, text: str, write: Callable[[str], object]) -> None:
         with closing(chat.say(text)) as pieces:
             for piece in pieces:
                 write(piece)
-                sys.stdout.flush()
         write("\n")
     except KeyboardInterrupt:
         write(" [cut short]\n")

@@ -68,7 +68,7 @@ def run_eval(collector: Collector, tasks: TaskSource, config: Config) -> EvalRes
     )
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Sequence[float | int]) -> float:
     """Return the mean; NaN when nothing was scored, which is not the same as a score of 0."""
     return float(np.mean(values)) if values else math.nan
 

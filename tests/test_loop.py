@@ -122,8 +122,8 @@ def test_a_check_tells_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     check(config(tmp_path / "run", "eval.every=2", "eval.num_tasks=3"), said.append)
     assert not (tmp_path / "run").exists()
     assert said[:2] == [
-        "train: all 16 tasks fit max_prompt_length = 48 (longest: 20 tokens)",
-        "eval: all 3 tasks fit max_prompt_length = 48 (longest: 15 tokens)",
+        "train: all 16 tasks fit max_prompt_length = 48 (longest: 21 tokens)",
+        "eval: all 3 tasks fit max_prompt_length = 48 (longest: 16 tokens)",
     ]
     assert said[-1] == "epochs: 1.00"
 

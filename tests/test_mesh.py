@@ -67,7 +67,9 @@ def test_the_learner_splits_every_matrix_and_the_sampler_none_over_data() -> Non
     mesh, shapes, axes = mesh_of("fsdp"), abstract_params(ARCH), logical_axes(ARCH)
     for rules, share in ((LEARNER_RULES, 8), (SAMPLER_RULES, 1)):
         placed = param_shardings(mesh, shapes, axes, rules)
-        sizes = [(shape.size, at.shard_shape(shape.shape)) for shape, at in zip(*map(jax.tree.leaves, (shapes, placed)), strict=True)]
+        sizes = [
+            (shape.size, at.shard_shape(shape.shape)) for shape, at in zip(*map(jax.tree.leaves, (shapes, placed)), strict=True)
+        ]
         assert all(size == share * np.prod(part) for size, part in sizes)
 
 

@@ -45,6 +45,8 @@ ROW_FIELDS = (
     *("mask", "logp_behavior", "advantage", "weight", "rollout"),
 )
 LENGTHS = ((3, 16, 9, 1), (5, 12, 2, 7))
+WITH_REFERENCE = {"algorithm": {"beta": 0.1}, "sampler": {"temperature": 1.0}}
+"""Sections of a configuration whose steps need reference log-probabilities."""
 SPREAD = 0.16
 """Standard deviation of the weights: attention and output are far from uniform, logits of the order 3."""
 
@@ -84,6 +86,7 @@ def config_of(data_shards: int = 1, **sections: Mapping[str, Any]) -> Config:
         "sampler.slots": 8,
         "sampler.max_prompt_length": 24,
         "sampler.max_completion_length": 16,
+        "sampler.temperature": 0.7,
         "algorithm.num_generations": 4,
         "train.rollout_batch_size": 8,
         "train.micro_batch_size_per_device": 8 // data_shards,

@@ -116,4 +116,4 @@ def step_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
 
 def rollout_rows(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     """Read every rollout of a run, by file."""
-    return {path.name: list(read_rollouts(path)) for path in sorted((run_dir / "rollouts").iterdir())}
+    return {path.name: list(read_rollouts(path)) for path in sorted((run_dir / "rollouts").glob("*"))}

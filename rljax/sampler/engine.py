@@ -120,7 +120,6 @@ class Engine:
         self._version = -1
         self._waiting: deque[Request] = deque()
         self._running: dict[int, tuple[Request, int]] = {}  # slot -> request and the version it is sampled with
-        self.busy_slot_steps, self.slot_steps = 0, 0
 
     def set_weights(self, params: Params, version: int) -> None:
         """Sample from these parameters from now on.
@@ -186,6 +185,7 @@ class Engine:
 
     def stream(self, request: Request) -> Iterator[np.ndarray]:
         """Sample one rollout and yield its tokens as they come, for a person who watches."""
+        assert not self.pending, "a stream polls the engine alone: it would drop the completions of others"
         self.submit([request])
         sent = 0
         while self.pending:

@@ -29,7 +29,11 @@ def main(argv: Sequence[str]) -> int:
     ]
     from_file = [
         *("train.steps=1", "checkpoint.every=1", "data.source=file", f"data.path={tasks}", f"eval.path={tasks}"),
-        *("env.name=tests.worlds:Troubled", "env.options.share=0.2"),  # so that something is tried again
+        *(
+            "env.name=tests.worlds:Troubled",
+            "env.options.share=0.3",
+            "env.max_failure_fraction=1.0",
+        ),  # something is tried again
     ]
     with record_reads() as reads:
         config = load(None, overrides(folder / "rich", *rich))

@@ -36,7 +36,7 @@ def test_later_updates_on_a_batch_are_against_the_policy_at_its_start(server: Se
 
 def test_evaluation_changes_nothing(server: Server, tmp_path: Path) -> None:
     plain = trained(server, tmp_path / "plain")
-    rows = [row for row in metric_rows(plain)]
+    rows = metric_rows(plain)
     for name, options in {
         "every 2": ("eval.every=2", "eval.num_tasks=5"),
         "every step, warm": ("eval.every=1", "eval.num_tasks=9", "eval.temperature=1.0"),
@@ -122,7 +122,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_saved(server: S
 
 
 def test_a_conversation_is_trained_on_the_models_words_alone(server: Server, tmp_path: Path) -> None:
-    options = ("env.name=tests.worlds:Dialogue", "sampler.max_prompt_length=96", "train.steps=2")
+    options = ("env.name=tests.worlds:Dialogue", "env.options.answer=Go on.", "train.steps=2")
     run = trained(server, tmp_path / "run", *options)
     for step, row in step_metrics(run).items():
         rows = rollout_rows(run)[f"step_{step:08d}.jsonl"]

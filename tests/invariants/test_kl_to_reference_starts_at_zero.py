@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 
-from tests.tiny_model import batch_of, first_state, host_params, learner_of, placed, some_groups
+from tests.tiny_model import WITH_REFERENCE, batch_of, first_state, host_params, learner_of, placed, some_groups
 
 
 def test_kl_to_reference_starts_at_zero() -> None:
-    learner = learner_of(algorithm={"beta": 0.1}, sampler={"temperature": 0.7})
+    learner = learner_of(**WITH_REFERENCE)
     reference = placed(learner, host_params())
     state, batch = first_state(learner), learner.put(batch_of(learner, some_groups()))
     before = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(reference)]

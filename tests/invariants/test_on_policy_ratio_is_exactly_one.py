@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.tiny_model import batch_of, first_state, learner_of, some_groups
+from tests.tiny_model import WITH_REFERENCE, batch_of, first_state, learner_of, some_groups
 
 
 def ratios(metrics: Any) -> tuple[float, float, float]:
@@ -16,8 +16,9 @@ def ratios(metrics: Any) -> tuple[float, float, float]:
     return sums["ratio"] / sums["tokens"], sums["ratio_max"], clipped / sums["tokens"]
 
 
-WITH_REFERENCE = {"algorithm": {"beta": 0.1}, "sampler": {"temperature": 0.7}}
-BFLOAT16 = {"model": {"compute_dtype": "bfloat16"}}
+BFLOAT16 = {"model": {"compute_dtype": "bfloat16"}, "sampler": {"temperature": 1.0}}
+LOGP_ATOL = 5e-6
+"""Float32 rounding of log-probabilities of the order 10 (nats): at another temperature than 1 the two programs differ by it."""
 
 
 @pytest.mark.parametrize("options", [WITH_REFERENCE, BFLOAT16], ids=["float32", "bfloat16"])
@@ -44,4 +45,4 @@ def test_with_a_single_update_it_is_one_by_construction() -> None:
         scores = np.asarray(learner.score(state.params, batch))
         state, output = learner.step(state, batch)
         assert ratios(output.metrics) == (1.0, 1.0, 0.0)
-        assert np.array_equal(np.asarray(output.logp)[packed.mask], scores[packed.mask])
+        np.testing.assert_allclose(np.asarray(output.logp)[packed.mask], scores[packed.mask], rtol=0, atol=LOGP_ATOL)

@@ -17,14 +17,24 @@ from rljax.pytree import Params, leaf_names
 from rljax.records import Group
 from rljax.rollouts.batching import batch_shape, prepare
 from tests.reference import decoder, grpo
-from tests.tiny_model import ARCH, batch_of, config_of, first_state, gradient, host_params, learner_of, mesh_of, some_groups, spread
+from tests.tiny_model import (
+    ARCH,
+    WITH_REFERENCE,
+    batch_of,
+    config_of,
+    first_state,
+    gradient,
+    host_params,
+    learner_of,
+    mesh_of,
+    some_groups,
+    spread,
+)
 
 GRADIENT_ATOL = 2e-6
 """Float32 sums of some fifty tokens in another order; the largest gradients are of the order 1."""
 LOGP_ATOL = 2e-5
 """The same for log-probabilities of the order 10 after two layers."""
-REGULARISED = {"algorithm": {"beta": 0.1}, "sampler": {"temperature": 0.7}}
-"""Proximal and reference policies differ from the current one, and logits are tempered."""
 
 
 def reference_step(groups: list[Group], config: Config, prox: Any = None, ref: Any = None) -> tuple[float, Params, Params]:
@@ -38,9 +48,7 @@ def assert_equal(ours: Params, theirs: Params, atol: float) -> None:
         np.testing.assert_allclose(mine, other, rtol=0, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-)
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_a_step_is_the_one_written_out_by_hand(mode: str) -> None:
     learner, groups = learner_of(), some_groups()
     config = config_of(algorithm={"loss_agg_mode": mode})  # decides the weights of the batch; the program is the same
@@ -66,10 +74,10 @@ def slots_of(batch: Batch, rows: np.ndarray, groups: list[Group]) -> np.ndarray:
 
 
 def test_a_step_with_proximal_and_reference_policies_is_the_one_written_out_by_hand() -> None:
-    learner, groups = learner_of(**REGULARISED), some_groups()
+    learner, groups = learner_of(**WITH_REFERENCE), some_groups()
     config, batch, rows = learner.config, batch_of(learner, groups), grpo.rows_of(groups)
     wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), host_params())
-    current = decoder.logprobs(ARCH, wide, rows.tokens, 0.7)
+    current = decoder.logprobs(ARCH, wide, rows.tokens, 1.0)
     rng = np.random.default_rng(0)
     prox, ref = (np.float32(current + rng.normal(0, 0.4, current.shape)) for _ in range(2))
     value, grads, _ = reference_step(groups, config, prox, ref)
@@ -83,11 +91,13 @@ def test_a_step_with_proximal_and_reference_policies_is_the_one_written_out_by_h
 
 
 def test_scores_are_the_log_probabilities_of_the_scored_tokens_and_zero_elsewhere() -> None:
-    learner, groups = learner_of(**REGULARISED), some_groups()
+    learner, groups = learner_of(), some_groups()
     batch = batch_of(learner, groups)
     scores = np.asarray(learner.score(first_state(learner).params, learner.put(batch)))
     wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), host_params())
-    expected = slots_of(batch, decoder.logprobs(ARCH, wide, grpo.rows_of(groups).tokens, 0.7), groups)
+    expected = slots_of(
+        batch, decoder.logprobs(ARCH, wide, grpo.rows_of(groups).tokens, learner.config.sampler.temperature), groups
+    )
     np.testing.assert_allclose(scores[batch.mask], expected[batch.mask], rtol=0, atol=LOGP_ATOL)
     assert (scores[~batch.mask] == 0).all()
 
@@ -132,7 +142,7 @@ def test_equal_steps_give_equal_bits() -> None:
 
 
 def test_beta_needs_a_reference() -> None:
-    learner = learner_of(**REGULARISED)
+    learner = learner_of(**WITH_REFERENCE)
     batch = learner.put(batch_of(learner, some_groups()))
     with pytest.raises(ValueError, match="needs logp_ref"):
         learner.step(first_state(learner), batch)
@@ -140,13 +150,17 @@ def test_beta_needs_a_reference() -> None:
 
 def abstract_batch(learner: Learner) -> DeviceBatch:
     """Return the shapes of the learner's batches."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), learner.put(batch_of(learner, some_groups())))
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), learner.put(batch_of(learner, some_groups()))
+    )
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_no_array_of_rows_positions_and_vocabulary_exists(remat: str) -> None:
     length, rows = 4 * LOGIT_POSITIONS // 8, 8
-    config = config_of(model={"remat": remat}, train={"pack_length": length, "rollout_batch_size": 1, "micro_batch_size_per_device": rows})
+    config = config_of(
+        model={"remat": remat}, train={"pack_length": length, "rollout_batch_size": 1, "micro_batch_size_per_device": rows}
+    )
     learner = Learner(dataclasses.replace(ARCH, num_layers=1), mesh_of("one"), config)
     with jax.set_mesh(learner.mesh):
         text = learner._step.lower(learner.abstract_state, abstract_batch(learner), None, None).as_text()

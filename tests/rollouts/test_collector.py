@@ -265,10 +265,8 @@ def test_a_failure_is_an_outcome_of_its_rollout_alone(tokenizer: Tokenizer, tmp_
 
 def test_when_all_fail_the_cause_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda request: letters(tokenizer, "ab"))
-    with (
-        collecting(tokenizer, tmp_path, engine, "Troubled") as collector,
-        pytest.raises(EnvironmentFailure, match="8 of 8 rollouts.*max_failure_fraction = 0.5.*ConnectionError: the judge is out"),
-    ):
+    message = r"8 of 8 rollouts.*max_failure_fraction = 0.5.*ConnectionError: the judge is out"
+    with collecting(tokenizer, tmp_path, engine, "Troubled") as collector, pytest.raises(EnvironmentFailure, match=message):
         collect(collector)
 
 

@@ -11,6 +11,8 @@ import pytest
 from tests.tiny_model import ARCH, some_requests, warm_engine
 
 SLOTS, POSITIONS = 8, 40
+EXCHANGES = {"all-gather", "all-gather-start", "all-to-all", "collective-permute"}
+SMALLEST_MATRIX = ARCH.embed_dim * ARCH.num_heads * ARCH.head_dim
 INSTRUCTION = re.compile(r"= (?:\()?\w+\[([\d,]*)\]\S* (?:.*?\) )?([a-z][a-z-]*)\(")
 
 
@@ -47,6 +49,15 @@ def test_no_copy_of_a_layers_cache_is_made(mesh: str, shards: int, heads: int, p
 
 @pytest.mark.parametrize("program", ["decode", "fill"])
 def test_data_shards_do_not_exchange_parameters(program: str) -> None:
-    moved = list(outputs(programs("fsdp")[program], {"all-gather", "all-gather-start", "all-to-all", "collective-permute"}))
-    smallest = ARCH.embed_dim * ARCH.num_heads * ARCH.head_dim
-    assert [shape for shape in moved if math.prod(shape) >= smallest] == []
+    assert [shape for shape in outputs(programs("fsdp")[program], EXCHANGES) if math.prod(shape) >= SMALLEST_MATRIX] == []
+
+
+@pytest.mark.xfail(reason="the scatter into the cache gathers the new keys and values of all slots on every device")
+def test_data_shards_do_not_exchange_slots() -> None:
+    assert list(outputs(programs("fsdp")["decode"], EXCHANGES)) == []
+
+
+@pytest.mark.xfail(reason="gate and up lie side by side in one dim of the product, which a split over tensor cannot express")
+@pytest.mark.parametrize("program", ["decode", "fill"])
+def test_tensor_shards_do_not_exchange_parameters(program: str) -> None:
+    assert [shape for shape in outputs(programs("tensor")[program], EXCHANGES) if math.prod(shape) >= SMALLEST_MATRIX] == []
