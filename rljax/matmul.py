@@ -15,44 +15,47 @@ _ROW_SPLIT = 8
 """Inner length when rows are split in two dims before they are contracted; see `contract_rows`."""
 
 
-def product(x: Float[Array, "*rows k"], w: Float[Array, "k n"]) -> Float[Array, "*rows n"]:
+def product(x: Float[Array, "*rows k"], w: Float[Array, "k *n"]) -> Float[Array, "*rows_and_n"]:
     """Multiply `x` by `w` in the dtype of `x`, with float32 sums and a float32 result. No custom derivative."""
-    return _dot(x, w.astype(x.dtype), x.ndim - 1, 0)
+    return _dot(x, w.astype(x.dtype), (x.ndim - 1,), (0,))
 
 
-def product_transposed(g: Float[Array, "*rows n"], w: Float[Array, "k n"]) -> Float[Array, "*rows k"]:
+def product_transposed(g: Float[Array, "*rows_and_n"], w: Float[Array, "k *n"]) -> Float[Array, "*rows k"]:
     """Multiply `g` by the transpose of `w` in the dtype of `g`, with float32 sums and a float32 result."""
-    return _dot(g, w.astype(g.dtype), g.ndim - 1, 1)
+    outputs = w.ndim - 1
+    return _dot(g, w.astype(g.dtype), tuple(range(g.ndim - outputs, g.ndim)), tuple(range(1, w.ndim)))
 
 
-def contract_rows(x: Float[Array, "*rows k"], g: Float[Array, "*rows n"]) -> Float[Array, "k n"]:
+def contract_rows(x: Float[Array, "*rows k"], g: Float[Array, "*rows_and_n"]) -> Float[Array, "k *n"]:
     """Sum the outer products of the rows of `x` and `g`, the weight gradient of `x @ w`, in float32.
 
     `x` and `g` have the same dtype. The last row dim is split in two: XLA:CPU has fast bfloat16 kernels for a product
     whose left side is row-major [k, rows], and brings a contraction over several dims into that form, but runs one
     over a single leading dim in float32 (a factor 2 to 4). Other backends merge the dims again at no cost.
 
-    Rows of fewer than two dims are not split when their number is not a multiple of 8; the result is the same.
+    Rows are not split when the length of their last dim is not a multiple of 8; the result is the same.
     """
-    if x.dtype != jnp.float32 and x.shape[-1] > g.shape[-1]:
+    rows = x.ndim - 1
+    if x.dtype != jnp.float32 and g.ndim == x.ndim and x.shape[-1] > g.shape[-1]:
         return contract_rows(g, x).T  # the left side is brought into another layout first, so it had better be the small one
-    if x.shape[-2] % _ROW_SPLIT == 0 and x.shape[-2] > _ROW_SPLIT:
-        split = (*x.shape[:-2], x.shape[-2] // _ROW_SPLIT, _ROW_SPLIT)
-        x, g = x.reshape(*split, x.shape[-1]), g.reshape(*split, g.shape[-1])
-    rows = tuple(range(x.ndim - 1))
-    out = jax.lax.dot_general(x, g, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
+    if x.shape[rows - 1] % _ROW_SPLIT == 0 and x.shape[rows - 1] > _ROW_SPLIT:
+        x, g = (_split_rows(array, rows) for array in (x, g))
+        rows += 1
+    contracted = tuple(range(rows))
+    out = _dot(x, g, contracted, contracted)
     # A transpose right after this product (a tied head) would be folded into it, and XLA:CPU then picks a bfloat16
     # form that it cannot run ("Unsupported element type for DotThunk").
     return out if x.dtype == jnp.float32 else jax.lax.optimization_barrier(out)
 
 
 @jax.custom_vjp
-def matmul(x: Float[Array, "*rows k"], w: Float[Array, "k n"]) -> Float[Array, "*rows n"]:
+def matmul(x: Float[Array, "*rows k"], w: Float[Array, "k *n"]) -> Float[Array, "*rows_and_n"]:
     """Multiply activations by a weight: the result, and the products of the backward pass, in the dtype of `x`.
 
     `w` is cast to the dtype of `x`; sums are float32. The gradient of `x` has the dtype of `x`; the gradient of `w` is
     summed in float32 and returned in the dtype of `w`, so that float32 master weights get a float32 gradient.
-    Needs at least one row dim.
+    Needs at least one row dim. A weight with several output dims is not flattened, so that any of them may be split
+    over devices.
     """
     return product(x, w).astype(x.dtype)
 
@@ -69,5 +72,11 @@ def _matmul_backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, A
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _dot(x: Array, w: Array, x_dim: int, w_dim: int) -> Array:
-    return jax.lax.dot_general(x, w, (((x_dim,), (w_dim,)), ((), ())), preferred_element_type=jnp.float32)
+def _split_rows(array: Array, rows: int) -> Array:
+    """Split the last of the `rows` leading dims in two."""
+    length = array.shape[rows - 1]
+    return array.reshape(*array.shape[: rows - 1], length // _ROW_SPLIT, _ROW_SPLIT, *array.shape[rows:])
+
+
+def _dot(x: Array, w: Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...]) -> Array:
+    return jax.lax.dot_general(x, w, ((x_dims, w_dims), ((), ())), preferred_element_type=jnp.float32)

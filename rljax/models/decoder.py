@@ -143,9 +143,12 @@ def write(
     cache: Float[Array, "b k t c"], fresh: Float[Array, "b k s c"], positions: Int[Array, "b s"]
 ) -> Float[Array, "b k t c"]:
     """Return the cache with each row's new entries at their positions."""
-    rows, heads = jnp.arange(cache.shape[0])[:, None, None], jnp.arange(cache.shape[1])[None, :, None]
-    # All indexed dims lead, so that XLA scatters in place instead of transposing the cache.
-    return cache.at[rows, heads, positions[:, None, :]].set(fresh.astype(cache.dtype))
+
+    def row(old: Float[Array, "k t c"], new: Float[Array, "k s c"], at: Int[Array, " s"]) -> Float[Array, "k t c"]:
+        return jax.vmap(lambda old_head, new_head: old_head.at[at].set(new_head.astype(old.dtype)))(old, new)
+
+    # Rows and heads are mapped rather than indexed: the scatter is then local to each device and done in place.
+    return jax.vmap(row)(cache, fresh, positions)
 
 
 def logits(decoder: Decoder, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
@@ -156,8 +159,7 @@ def logits(decoder: Decoder, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v
 def project(x: Array, weight: Array, inputs: int = 1) -> Array:
     """Contract the last `inputs` dims of x with the first ones of weight, as one matrix product."""
     rows, out = x.shape[: x.ndim - inputs], weight.shape[inputs:]
-    flat = matmul(x.reshape(*rows, -1), weight.reshape(-1, _size(out)))
-    return flat.reshape(*rows, *out)
+    return matmul(x.reshape(*rows, -1), weight.reshape(-1, *out))
 
 
 def keep(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -273,13 +275,6 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...]) -> nn
 
 def _ones(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
     return nnx.Param(jnp.ones(shape), axes=axes)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size
 
 
 _REMAT: dict[Remat, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

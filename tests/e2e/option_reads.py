@@ -1,6 +1,7 @@
 """A program that trains, evaluates and checks in several configurations and lists the options nobody has read."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,5 +43,5 @@ def main(argv: Sequence[str]) -> int:
         filed = load(None, overrides(folder / "file", *from_file))
         train(filed)
         evaluate(filed, folder / "file" / "model")
-    print(json.dumps(unread(config, reads)))
+    sys.stdout.write(json.dumps(unread(config, reads)) + "\n")
     return 0

@@ -191,11 +191,11 @@ def test_what_does_not_continue_the_run_is_refused(server: Server, half: Path, c
 
 
 def test_what_may_change_between_restarts_changes_nothing(server: Server, whole: Path, half: Path) -> None:
-    free = ["env.workers=1", "sampler.decode_chunk=3", "checkpoint.every=3", "model.remat=none"]
+    free = ["env.workers=1", "env.max_retries=0", "checkpoint.every=3", "eval.every=2", "telemetry.rollouts=true"]
     assert server.run(["train", *overrides(half, *OPTIONS, *free)]) == 0, server.output
-    # Other programs for another remat, so the last bits may differ; what is sampled at first does not.
-    assert rollout_rows(half)["step_00000009.jsonl"] == rollout_rows(whole)["step_00000009.jsonl"]
-    assert [row["step"] for row in metric_rows(half)] == [row["step"] for row in metric_rows(whole)]
+    assert state_bits(half, STEPS) == state_bits(whole, STEPS)
+    assert rollout_rows(half) == rollout_rows(whole)
+    assert [row["step"] for row in metric_rows(half) if "eval/accuracy" in row] == [0, 4, 8, 10, 12]
 
 
 def test_another_tokenizer_is_refused(server: Server, half: Path, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_another_tokenizer_is_refused(server: Server, half: Path, tmp_path: Path
     files["tokenizer_config.json"] = files["tokenizer_config.json"].replace(b"assistant", b"model")
     save_params(tmp_path / "other", tiny_params(arch, 0), {ARCH_FILE: arch.to_json().encode(), **files})
     assert server.run(["train", *overrides(half, *OPTIONS, f"model.checkpoint={tmp_path / 'other'}")]) == 2
-    assert "tokenizer of model.checkpoint" in server.output
+    assert "the model in model.checkpoint" in server.output
 
 
 def test_a_moved_checkpoint_is_the_same(server: Server, whole: Path, half: Path, tmp_path: Path) -> None:
