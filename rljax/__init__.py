@@ -5,7 +5,7 @@ They are imported on first use, so that `import rljax`, the command line's help 
 
     import rljax
 
-    config = rljax.load_config("configs/smoke/arithmetic.toml")
+    config = rljax.load_config("configs/smoke/arithmetic-tiny-grpo.toml")
     rljax.train(config)
 """
 
