@@ -239,9 +239,10 @@ def test_a_driver_that_is_away_costs_no_episode_its_life() -> None:
         open_all(pool, ["a", "b"])
         pool.step("a", "yes")
         pool.step("b", "yes")
-        pool.poll(0.0)
+        found = pool.poll(0.0)  # on a loaded machine the first answer may be there already
         time.sleep(TIMEOUT + 0.3)
-        assert [reply.outcome for reply in replies(pool, 2)] == ["ok", "ok"]
+        found += replies(pool, 2 - len(found))
+        assert [reply.outcome for reply in found] == ["ok", "ok"]
 
 
 def test_workers_stay_busy_between_two_polls() -> None:
