@@ -16,9 +16,8 @@ import jax
 from rljax.config import MeshConfig
 from rljax.convert import read_checkpoint
 from rljax.data.tokenizer import Tokenizer
-from rljax.mesh import LEARNER_RULES, build_mesh, param_shardings
-from rljax.models.decoder import logical_axes
-from rljax.rollouts.weights import publisher
+from rljax.mesh import build_mesh
+from rljax.rollouts.weights import learner_layout, publisher
 from rljax.sampler.engine import Engine, Request, draw_key
 
 HELP = "/new starts over, /system TEXT sets the system message, /quit (or Ctrl-D) ends."
@@ -68,9 +67,7 @@ class Chat:
         """
         # One device: a conversation has one row, and rows are what more devices would split.
         mesh = build_mesh(MeshConfig(), jax.devices()[:1])
-        loaded = read_checkpoint(
-            checkpoint, lambda arch, shapes: param_shardings(mesh, shapes, logical_axes(arch), LEARNER_RULES)
-        )
+        loaded = read_checkpoint(checkpoint, learner_layout(mesh))
         arch = loaded.arch
         if options.context + options.max_tokens > arch.max_position:
             raise ValueError(

@@ -14,12 +14,12 @@ import numpy as np
 from rljax.config import Config
 from rljax.convert import read_checkpoint
 from rljax.data.prompts import TaskSource
-from rljax.mesh import LEARNER_RULES, build_mesh, param_shardings
-from rljax.models.decoder import logical_axes
+from rljax.mesh import build_mesh
 from rljax.records import Group
 from rljax.rollouts.collector import Collector, Job
 from rljax.rollouts.stack import open_stack
 from rljax.rollouts.tasks import fitting_tasks
+from rljax.rollouts.weights import learner_layout
 from rljax.telemetry.profile import Clock
 
 FULL_REWARD = 1.0
@@ -87,7 +87,7 @@ def evaluate(config: Config, checkpoint: Path | None = None, report: Callable[[s
     mesh = build_mesh(config.mesh)
     loaded = read_checkpoint(
         checkpoint or config.model.checkpoint,
-        lambda arch, shapes: param_shardings(mesh, shapes, logical_axes(arch), LEARNER_RULES),
+        learner_layout(mesh),
         config.sampler.dtype,
     )
     with open_stack(config, loaded.arch, loaded.tokenizer_dir, Clock()) as stack:

@@ -11,10 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rljax.mesh import SAMPLER_RULES, param_shardings
+from rljax.mesh import LEARNER_RULES, SAMPLER_RULES, param_shardings
 from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params, logical_axes, unstack
 from rljax.pytree import Params
+
+
+def learner_layout(mesh: Mesh) -> Callable[[Arch, Params], Params]:
+    """Return the function from a model and its abstract parameters to the layout they are loaded in before publishing."""
+    return lambda arch, shapes: param_shardings(mesh, shapes, logical_axes(arch), LEARNER_RULES)
 
 
 def publisher(arch: Arch, mesh: Mesh, dtype: Any) -> Callable[[Params], Params]:

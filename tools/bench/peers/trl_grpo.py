@@ -65,7 +65,6 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
-    torch.set_num_threads(torch.get_num_threads())
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
     data = Dataset.from_list([{"prompt": prompt, "answer": answer} for prompt, answer in tasks(GROUPS * (args.steps + 1))])
     config = GRPOConfig(
