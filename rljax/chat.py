@@ -84,8 +84,7 @@ class Chat:
             slots=1,
             max_prompt_length=options.context,
             max_completion_length=options.max_tokens,
-            cache_positions=options.context + options.max_tokens,
-            prefill_rows=1,
+            readers=1,
             decode_chunk_steps=1,
             dtype="float32",
         )

@@ -110,24 +110,24 @@ class SamplerConfig(Section):
     slots: int = _option(64, "Rollouts decoded at the same time, over all devices.", ge=1)
     max_prompt_length: int = _option(128, "Longest templated prompt (tokens); longer tasks are dropped before the run.", ge=1)
     max_completion_length: int = _option(128, "Longest completion (tokens).", ge=1)
-    cache_length: int | None = _option(None, "Cache positions per slot (tokens); default: prompt plus completion.", ge=2)
+    cache_tokens: int | None = _option(
+        None,
+        "Tokens that the cache holds, over all slots and devices; default: every slot at its longest. With less, rollouts wait "
+        "for room, and the youngest starts again when those that run outgrow it.",
+        ge=2,
+    )
     temperature: float = _option(1.0, "Divides the logits before the draw; 0 takes the most likely token.", ge=0)
-    decode_chunk: int = _option(16, "Decode steps between two looks by the host (steps).", ge=1)
+    decode_chunk: int = _option(8, "Decode steps between two looks by the host (steps).", ge=1)
     dtype: DType = _option("float32", "Type of the sampler's parameters, products and cache.")
 
     def _broken_rules(self) -> Iterator[str]:
         longest = self.max_prompt_length + self.max_completion_length
-        if self.cache_length is not None and longest > self.cache_length:
+        if self.cache_tokens is not None and longest > self.cache_tokens:
             yield (
                 f"sampler.max_prompt_length ({self.max_prompt_length}) + sampler.max_completion_length "
-                f"({self.max_completion_length}) = {longest} exceed sampler.cache_length ({self.cache_length}); "
-                "raise cache_length or lower one of the two"
+                f"({self.max_completion_length}) = {longest} exceed sampler.cache_tokens ({self.cache_tokens}); "
+                "raise cache_tokens or lower one of the two"
             )
-
-    @property
-    def cache_positions(self) -> int:
-        """Cache positions per slot (tokens)."""
-        return self.cache_length or self.max_prompt_length + self.max_completion_length
 
 
 class AlgorithmConfig(Section):
@@ -325,7 +325,7 @@ _FREE_BETWEEN_RESTARTS: Any = {
     "mesh": True,
     "data": {"path"},  # the content is guarded by the dataset fingerprint
     "env": {"workers", "reset_timeout", "step_timeout", "max_retries", "max_failure_fraction"},
-    "sampler": {"slots", "cache_length", "decode_chunk"},
+    "sampler": {"slots", "cache_tokens", "decode_chunk"},
     "train": {"steps", "micro_batch_size_per_device"},
     "checkpoint": True,
     "eval": True,

@@ -20,6 +20,16 @@ def product(x: Float[Array, "*rows k"], w: Float[Array, "k *n"]) -> Float[Array,
     return _dot(x, w.astype(x.dtype), (x.ndim - 1,), (0,))
 
 
+def product_outputs_first(x: Float[Array, "*rows k"], w: Float[Array, "*n k"]) -> Float[Array, "*rows_and_n"]:
+    """Multiply `x` by the transpose of `w`, whose output dims come first, with float32 sums and a float32 result.
+
+    The weight is the left side: for few rows XLA:CPU is then faster, by a tenth to a half, the transposes of the small
+    operand and result included. No custom derivative.
+    """
+    out = _dot(w, x, (w.ndim - 1,), (x.ndim - 1,))
+    return jnp.moveaxis(out, range(w.ndim - 1), range(x.ndim - 1, out.ndim))
+
+
 def product_transposed(g: Float[Array, "*rows_and_n"], w: Float[Array, "k *n"]) -> Float[Array, "*rows k"]:
     """Multiply `g` by the transpose of `w` in the dtype of `g`, with float32 sums and a float32 result."""
     outputs = w.ndim - 1

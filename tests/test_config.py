@@ -20,7 +20,6 @@ def test_the_defaults_keep_the_rules() -> None:
     assert config.mini_batch_size == config.train.rollout_batch_size
     assert config.updates_per_batch == 1
     assert config.pack_length == config.sampler.max_prompt_length + config.sampler.max_completion_length
-    assert config.sampler.cache_positions == config.pack_length
 
 
 def test_every_option_has_a_sentence() -> None:
@@ -51,7 +50,7 @@ def test_a_configuration_is_frozen_and_closed() -> None:
         ({"algorithm": {"num_iterations": 4}}, ["checkpoint.every (10)", "algorithm.num_iterations"]),
         ({"train": {"mini_batch_size": 4}, "eval": {"every": 3}}, ["eval.every (3)", "train.mini_batch_size"]),
         ({"train": {"pack_length": 100}}, ["train.pack_length (100)", "sampler.max_prompt_length", "max_completion_length"]),
-        ({"sampler": {"cache_length": 200}}, ["sampler.cache_length (200)", "sampler.max_prompt_length (128)"]),
+        ({"sampler": {"cache_tokens": 200}}, ["sampler.cache_tokens (200)", "sampler.max_prompt_length (128)"]),
         ({"mesh": {"fsdp": 0}}, ["mesh.fsdp"]),
         ({"data": {"source": "file"}}, ["data.source", "data.path"]),
         ({"data": {"source": "file", "path": "a"}, "eval": {"every": 10}}, ["eval.every", "eval.path"]),

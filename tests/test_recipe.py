@@ -136,7 +136,7 @@ def test_all_problems_are_listed_at_once_without_follow_up_noise(tmp_path: Path)
 
 
 def test_a_broken_rule_names_both_options_and_their_lines(tmp_path: Path) -> None:
-    path = write(tmp_path, "[sampler]\nmax_prompt_length = 60\n\n# room\ncache_length = 100\n")
+    path = write(tmp_path, "[sampler]\nmax_prompt_length = 60\n\n# room\ncache_tokens = 100\n")
     (found,) = problems_of(path)
     assert found.startswith(f"{path}:2, {path}:5: sampler.max_prompt_length (60) + sampler.max_completion_length (128)")
     (found,) = problems_of(path, "sampler.max_prompt_length=61")
@@ -438,7 +438,7 @@ def _another_value(key: str, option: "recipe._Option") -> str:
         "train.rollout_batch_size": "16",
         "train.mini_batch_size": "8",
         "train.pack_length": "300",
-        "sampler.cache_length": "300",
+        "sampler.cache_tokens": "300",
         "optimizer.min_learning_rate": "1e-4",
         "optimizer.decay_steps": "60",
         "algorithm.num_iterations": "2",

@@ -28,7 +28,7 @@ from rljax.learner.optimizer import Optimizer
 from rljax.learner.state import TrainState, abstract_state, decays
 from rljax.mesh import DATA_AXES, constrain, sharding
 from rljax.models.arch import Arch
-from rljax.models.decoder import merge
+from rljax.models.decoder import merge, within_segments
 from rljax.pytree import Params, pytree
 
 LOGIT_POSITIONS = 512
@@ -132,8 +132,8 @@ def _forward(learner: Learner, params: Params, micro: DeviceBatch) -> tuple[Arra
     config = learner.config
     decoder = merge(learner.arch, params)
     dtype = jnp.dtype(config.model.compute_dtype)
-    rows = (micro.tokens, micro.positions, micro.segments)
-    hidden, _ = decoder(*rows, parents=micro.parents, dtype=dtype, remat=config.model.remat)
+    attention = within_segments(micro.positions, micro.segments, micro.parents)
+    hidden, _ = decoder(micro.tokens, micro.positions, attention, dtype=dtype, remat=config.model.remat)
     picked = constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), DATA_AXES)
     return token_logprobs(
         picked,

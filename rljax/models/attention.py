@@ -4,11 +4,25 @@ Owns the product of queries and keys, its masks and the softmax. Refuses to own 
 bookkeeping. One entry point, `attend`; the XLA form here is what every backend can run.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 _MASKED = -1e30  # finite, so that a row with nothing to attend to stays free of NaN
+
+
+class Part(NamedTuple):
+    """Attention to some of the keys a query may see, not yet divided by the sum of all weights."""
+
+    out: Float[Array, "n *r c"]
+    """Sum of the values, each weighted with exp(score - top)."""
+    top: Float[Array, "n *r"]
+    """Largest score."""
+    total: Float[Array, "n *r"]
+    """Sum of exp(score - top)."""
 
 
 def segment_mask(
@@ -44,3 +58,44 @@ def attend(
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     out = jnp.einsum("bknt,bktc->bknc", weights, value, preferred_element_type=jnp.float32)
     return jnp.moveaxis(out.reshape(b, k, m, s, c), 3, 1).astype(query.dtype)
+
+
+def attend_part(
+    query: Float[Array, "n k *g m c"],
+    key: Float[Array, "n k c t"],
+    value: Float[Array, "n k t c"],
+    visible: Bool[Array, "n g t"],
+) -> Part:
+    """Attend from the queries of each row to the few keys of the row, and leave the division to `join_parts`.
+
+    Args:
+        query: Queries, of one reader of the row's keys, or of several (`g`).
+        key: Keys, positions last.
+        value: Values.
+        visible: Which keys each reader sees.
+    """
+    n, k, *g, m, c = query.shape
+    rows = query.reshape(n, k, -1, c).astype(key.dtype)
+    scores = jnp.einsum("nkrc,nkct->nkrt", rows, key, preferred_element_type=jnp.float32) * c**-0.5
+    seen = jnp.repeat(visible, m, axis=1)[:, None]
+    scores = jnp.where(seen, scores, _MASKED)
+    top = jnp.max(scores, axis=-1)
+    weights = jnp.exp(scores - top[..., None])
+    out = jnp.einsum("nkrt,nktc->nkrc", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    return Part(out.reshape(n, k, *g, m, c), top.reshape(n, k, *g, m), jnp.sum(weights, axis=-1).reshape(n, k, *g, m))
+
+
+def join_parts(parts: Sequence[Part], table: Int[Array, "b q"]) -> Float[Array, "b k m c"]:
+    """Return each row's attention over the parts that its line of the table names, in that order.
+
+    softmax over a union of keys from softmaxes over its pieces (arXiv:1805.02867 eq. 4, as in flash-decoding). The table
+    counts through the parts; the number after the last names an empty part.
+    """
+    k, m = parts[0].top.shape[1:]
+    ends = Part(jnp.zeros((1, k, m, parts[0].out.shape[-1])), jnp.full((1, k, m), _MASKED), jnp.zeros((1, k, m)))
+    out, top, total = (jnp.concatenate(pieces) for pieces in zip(*parts, ends, strict=True))
+    tops = top[table]
+    scale = jnp.exp(tops - jnp.max(tops, axis=1, keepdims=True))
+    weights = jnp.sum(total[table] * scale, axis=1)
+    joined = jnp.sum(out[table] * scale[..., None], axis=1)
+    return joined / jnp.maximum(weights, 1e-30)[..., None]  # an idle slot has no part at all

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from rljax.matmul import matmul
+from rljax.matmul import matmul, product_outputs_first
 from rljax.mesh import DATA_AXES, constrain
 from rljax.models.arch import Arch
 from rljax.models.attention import attend, segment_mask
@@ -30,6 +30,9 @@ Remat = Literal["none", "dots", "full"]
 
 _SAVED = "product"  # name of the products that `dots` keeps
 
+_INPUTS = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
+"""How many dims of each weight are contracted."""
+
 
 class KeyValue(NamedTuple):
     """Keys and values of one layer, or stacked over the layers along a leading dim."""
@@ -38,45 +41,60 @@ class KeyValue(NamedTuple):
     value: Float[Array, "*l b k t c"]
 
 
+Attention = Callable[[Array, KeyValue, Any], tuple[Array, Any]]
+"""From the queries [b, s, k, m, c] and the fresh keys and values of some tokens, and one layer's cache, to what the queries
+attended to (the shape of the queries) and the cache with the tokens in it. Without a cache: their keys and values."""
+
+
 class Block(nnx.Module):
     """One transformer block, or a stack of them when `layers` gives the leading dim."""
 
     def __init__(self, arch: Arch, rngs: nnx.Rngs, layers: int | None = None):
         d, k, m, c, f = arch.embed_dim, arch.num_kv_heads, arch.queries_per_kv, arch.head_dim, arch.ffn_dim
         size, name = ((), ()) if layers is None else ((layers,), ("layers",))
-        self.eps = arch.norm_eps
+        self.eps, self.outputs_first = arch.norm_eps, layers is None
         self.attn_norm = _ones((*size, d), (*name, "embed"))
-        self.qkv = _normal(rngs, (*size, d, k, m + 2, c), (*name, "embed", "kv_heads", "qkv", "head_dim"))
-        self.out = _normal(rngs, (*size, k, m, c, d), (*name, "kv_heads", "queries", "head_dim", "embed"))
         self.mlp_norm = _ones((*size, d), (*name, "embed"))
-        self.gate_up = _normal(rngs, (*size, d, 2, f), (*name, "embed", "gate_up", "ffn"))
-        self.down = _normal(rngs, (*size, f, d), (*name, "ffn", "embed"))
+        shapes: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+            "qkv": ((d, k, m + 2, c), ("embed", "kv_heads", "qkv", "head_dim")),
+            "out": ((k, m, c, d), ("kv_heads", "queries", "head_dim", "embed")),
+            "gate_up": ((d, 2, f), ("embed", "gate_up", "ffn")),
+            "down": ((f, d), ("ffn", "embed")),
+        }
+        for weight, (shape, axes) in shapes.items():
+            if self.outputs_first:
+                shape, axes = (_outputs_first(dims, _INPUTS[weight]) for dims in (shape, axes))
+            setattr(self, weight, _normal(rngs, (*size, *shape), (*name, *axes)))
 
     def __call__(
         self,
         hidden: Float[Array, "b s d"],
         rope: Float[Array, "b s c"],
-        positions: Int[Array, "b s"],
-        mask: Bool[Array, "b s t"],
-        cache: KeyValue | None,
+        attention: Attention,
+        cache: Any,
         dtype: jnp.dtype,
-    ) -> tuple[Float[Array, "b s d"], KeyValue]:
-        """Return the block's output, and the cache with these tokens written (without a cache: their keys and values)."""
-        qkv = keep(project(rms_norm(hidden, self.attn_norm[...], self.eps).astype(dtype), self.qkv[...]))
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Return the block's output, and what its attention has seen."""
+        qkv = keep(self._project("qkv", rms_norm(hidden, self.attn_norm[...], self.eps).astype(dtype)))
         query, key = rotate(qkv[..., :-2, :], rope[:, :, None, None]), rotate(qkv[..., -2, :], rope[:, :, None])
         fresh = KeyValue(jnp.swapaxes(key, 1, 2), jnp.swapaxes(qkv[..., -1, :], 1, 2))
-        seen = fresh if cache is None else KeyValue(*(write(*pair, positions) for pair in zip(cache, fresh, strict=True)))
-        attended = keep(attend(query, *seen, mask))
-        hidden = hidden + keep(project(attended, self.out[...], inputs=3))
-        gate_up = keep(project(rms_norm(hidden, self.mlp_norm[...], self.eps).astype(dtype), self.gate_up[...]))
-        return hidden + project(swiglu(gate_up), self.down[...]), seen
+        attended, seen = attention(query, fresh, cache)
+        hidden = hidden + keep(self._project("out", keep(attended)))
+        gate_up = keep(self._project("gate_up", rms_norm(hidden, self.mlp_norm[...], self.eps).astype(dtype)))
+        return hidden + self._project("down", swiglu(gate_up)), seen
+
+    def _project(self, name: str, x: Array) -> Array:
+        """Multiply x by a weight of this block."""
+        weight = getattr(self, name)[...]
+        return (project_outputs_first if self.outputs_first else project)(x, weight, _INPUTS[name])
 
 
 class Decoder(nnx.Module):
     """Token ids to final hidden states.
 
     The blocks are stacked and scanned, so that compile time does not grow with depth; or, in the sampler's layout,
-    separate, so that a decode step reads each weight where it lies instead of first copying it out of the stack.
+    separate, so that a decode step reads each weight where it lies instead of first copying it out of the stack, and with
+    the output dims of each weight before its input dims, the order in which products with few rows are fastest.
     """
 
     def __init__(self, arch: Arch, rngs: nnx.Rngs, stacked: bool = True):
@@ -99,56 +117,49 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "b s"],
         positions: Int[Array, "b s"],
-        segments: Int[Array, "b s"],
-        cache: Sequence[KeyValue] | None = None,
+        attention: Attention,
+        cache: Sequence[Any] | None = None,
         *,
-        parents: Int[Array, "b s"] | None = None,
         dtype: jnp.dtype,
         remat: Remat = "none",
-    ) -> tuple[Float[Array, "b s d"], KeyValue | tuple[KeyValue, ...]]:
-        """Return the normalised final hidden states, and per layer the keys and values.
+    ) -> tuple[Float[Array, "b s d"], KeyValue | tuple[Any, ...]]:
+        """Return the normalised final hidden states, and per layer what its attention has seen.
 
-        Without a cache, a token sees the tokens of its own segment, and of the segment that `parents` names for it (a
-        prompt that several continuations share), at its own or an earlier position; segment 0 is padding, whose outputs
-        are finite and mean nothing. With a cache (one entry per block, separate layout only)
-        these tokens are written at their positions first, and each sees all positions up to its own. Products are made
-        in `dtype` with float32 sums, everything between them in float32. `remat` is what the
-        backward pass recomputes: nothing, all but the large products (`dots`), or every block (`full`).
+        Which tokens see which others is up to `attention`: `within_segments`, or one that reads and writes a cache. A cache
+        has one entry per block and needs the separate layout. Products are made in `dtype` with float32 sums,
+        everything between them in float32. `remat` is what the backward pass recomputes: nothing, all but the large products
+        (`dots`), or every block (`full`).
         """
         rope = rope_table(self.arch, positions)
-        if cache is None:
-            mask = segment_mask(positions, segments, parents)
-        else:
-            mask = jnp.arange(cache[0].key.shape[2])[None, None, :] <= positions[:, :, None]
-        hidden = jnp.take(self.embed[...], tokens, axis=0).astype(jnp.float32)
+        hidden = _look_up(self.embed[...], tokens)
         hidden = constrain(hidden, DATA_AXES, "context")
         if isinstance(self.layers, Block):
             graph, stacked = nnx.split(self.layers)
 
             def block(hidden: Array, state: Any) -> tuple[Array, KeyValue]:
-                hidden, seen = nnx.merge(graph, state)(hidden, rope, positions, mask, None, dtype)
+                hidden, seen = nnx.merge(graph, state)(hidden, rope, attention, None, dtype)
                 return constrain(hidden, DATA_AXES, "context"), seen
 
             hidden, seen = jax.lax.scan(_REMAT[remat](block), hidden, stacked)
         else:
             seen = []
             for index, layer in enumerate(self.layers):
-                hidden, layer_seen = layer(hidden, rope, positions, mask, None if cache is None else cache[index], dtype)
+                hidden, layer_seen = layer(hidden, rope, attention, None if cache is None else cache[index], dtype)
                 seen.append(layer_seen)
             seen = tuple(seen)
         return rms_norm(hidden, self.final_norm[...], self.arch.norm_eps).astype(dtype), seen
 
 
-def write(
-    cache: Float[Array, "b k t c"], fresh: Float[Array, "b k s c"], positions: Int[Array, "b s"]
-) -> Float[Array, "b k t c"]:
-    """Return the cache with each row's new entries at their positions."""
+def within_segments(
+    positions: Int[Array, "b s"], segments: Int[Array, "b s"], parents: Int[Array, "b s"] | None = None
+) -> Attention:
+    """Return the attention of whole sequences, packed in rows, to themselves.
 
-    def row(old: Float[Array, "k t c"], new: Float[Array, "k s c"], at: Int[Array, " s"]) -> Float[Array, "k t c"]:
-        return jax.vmap(lambda old_head, new_head: old_head.at[at].set(new_head.astype(old.dtype)))(old, new)
-
-    # Rows and heads are mapped rather than indexed: the scatter is then local to each device and done in place.
-    return jax.vmap(row)(cache, fresh, positions)
+    A token sees the tokens of its own segment, and of the segment that `parents` names for it (a prompt that several
+    continuations share), at its own or an earlier position; segment 0 is padding, whose outputs are finite and mean nothing.
+    """
+    mask = segment_mask(positions, segments, parents)
+    return lambda query, fresh, _: (attend(query, *fresh, mask), fresh)
 
 
 def logits(decoder: Decoder, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
@@ -156,10 +167,27 @@ def logits(decoder: Decoder, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v
     return jnp.einsum("...d,vd->...v", hidden, decoder.head_table, preferred_element_type=jnp.float32)
 
 
-def project(x: Array, weight: Array, inputs: int = 1) -> Array:
+def _look_up(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+    """Return the rows of the table in float32."""
+    if table.dtype != jnp.bfloat16:
+        return jnp.take(table, tokens, axis=0).astype(jnp.float32)
+    # XLA:CPU would convert the whole table before it takes rows of bfloat16; rows of integers it takes as they are.
+    # The barrier keeps that reinterpretation, which XLA:CPU makes a copy, from being moved out of a loop and away from them.
+    table, tokens = jax.lax.optimization_barrier((table, tokens))
+    bits = jnp.take(jax.lax.bitcast_convert_type(table, jnp.uint16), tokens, axis=0)
+    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
+
+
+def project(x: Array, weight: Array, inputs: int) -> Array:
     """Contract the last `inputs` dims of x with the first ones of weight, as one matrix product."""
     rows, out = x.shape[: x.ndim - inputs], weight.shape[inputs:]
     return matmul(x.reshape(*rows, -1), weight.reshape(-1, *out))
+
+
+def project_outputs_first(x: Array, weight: Array, inputs: int) -> Array:
+    """Contract the last `inputs` dims of x with the last ones of weight, as one matrix product; not for training."""
+    rows, out = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]
+    return product_outputs_first(x.reshape(*rows, -1), weight.reshape(*out, -1)).astype(x.dtype)
 
 
 def keep(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -237,23 +265,28 @@ def merge(arch: Arch, params: Params) -> Decoder:
 
 
 def unstack(params: Params) -> Params:
-    """Return the parameters with one entry per block, the sampler's layout."""
+    """Return the parameters in the sampler's layout: one entry per block, output dims first."""
     layers = params["layers"]
     count = len(jax.tree.leaves(layers)[0])
-    return {**params, "layers": {i: jax.tree.map(lambda leaf: leaf[i], layers) for i in range(count)}}  # noqa: B023
+    turned = {
+        name: jnp.moveaxis(leaf, range(1, 1 + _INPUTS[name]), range(-_INPUTS[name], 0)) if name in _INPUTS else leaf
+        for name, leaf in layers.items()
+    }
+    return {**params, "layers": {i: {name: leaf[i] for name, leaf in turned.items()} for i in range(count)}}
 
 
-def abstract_params(arch: Arch, dtype: jnp.dtype = jnp.dtype("float32")) -> Params:
+def abstract_params(arch: Arch, dtype: jnp.dtype = jnp.dtype("float32"), stacked: bool = True) -> Params:
     """Return shapes and types of all parameters, as the nested dict that `merge` takes."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), nnx.to_pure_dict(_blueprint(arch)[1]))
+    leaves = nnx.to_pure_dict(_blueprint(arch, stacked)[1])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), leaves)
 
 
-def logical_axes(arch: Arch) -> dict[str, Any]:
+def logical_axes(arch: Arch, stacked: bool = True) -> dict[str, Any]:
     """Return the logical axis names of every parameter, in the shape of `abstract_params`."""
     return nnx.to_pure_dict(
         jax.tree.map(
             lambda variable: variable.replace(variable.get_metadata()["axes"]),
-            _blueprint(arch)[1],
+            _blueprint(arch, stacked)[1],
             is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
         )
     )
@@ -267,6 +300,10 @@ def init_params(arch: Arch, seed: int) -> Params:
 def count(arch: Arch) -> int:
     """Return the number of parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(arch)))
+
+
+def _outputs_first(dims: tuple[Any, ...], inputs: int) -> tuple[Any, ...]:
+    return (*dims[inputs:], *dims[:inputs])
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:

@@ -15,6 +15,7 @@ Text goes to the environment; tokens stay. What the environment says is encoded 
 is never encoded again.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ from rljax.sampler.engine import Engine, Request, draw_key
 from rljax.telemetry.profile import Clock
 
 _POOL_WAIT = 0.2  # seconds between two looks at `stop` while only environments work
+_PATIENCE = 0.1  # of the time the last chunk took: how long free slots wait for environments to fill them
+_FIRST_PATIENCE = 1.0  # seconds, before any chunk was timed
 
 
 class Stopped(Exception):
@@ -110,6 +113,7 @@ class Collector:
         self._clock, self._stop = clock, stop
         self._episodes: dict[tuple[str, int, int], _Episode] = {}
         self._purpose, self._temperature = "train", 1.0
+        self._chunk_seconds: float | None = None
 
     def collect(self, jobs: Sequence[Job], num_generations: int, purpose: str, temperature: float) -> list[Group]:
         """Attempt every task `num_generations` times and return the groups, in the order of the jobs.
@@ -146,16 +150,32 @@ class Collector:
         while self._episodes:
             if self._stop():
                 raise Stopped
-            sampling = self._engine.pending > 0
-            with self._clock.bucket("sampling" if sampling else "env_wait"):
-                if sampling:
-                    self._engine.step()  # returns at once; the device decodes while the replies below are handled
-                replies = self._pool.poll(0.0 if sampling else _POOL_WAIT)
-                for reply in replies:
-                    self._hear(reply)
+            if not self._engine.pending:
+                with self._clock.bucket("env_wait"):
+                    self._listen(_POOL_WAIT)
+                continue
+            with self._clock.bucket("env_wait"):
+                self._fill_slots()
+            with self._clock.bucket("sampling"):
+                begin = time.perf_counter()
+                self._engine.step()  # returns at once; the device decodes while the replies below are handled
+                self._listen(0.0)
                 for ticket, completion in self._engine.poll():
                     assert isinstance(ticket, tuple)
                     self._act(self._episodes[ticket], completion)
+                self._chunk_seconds = time.perf_counter() - begin
+
+    def _listen(self, wait: float) -> None:
+        """Handle what environments have answered, waiting so long (seconds) for a first answer."""
+        for reply in self._pool.poll(wait):
+            self._hear(reply)
+
+    def _fill_slots(self) -> None:
+        """Wait a little for environments that work while slots are free: a chunk costs the same with few rollouts."""
+        patience = _FIRST_PATIENCE if self._chunk_seconds is None else _PATIENCE * self._chunk_seconds
+        deadline = time.perf_counter() + patience
+        while self._engine.free and self._pool.pending and (left := deadline - time.perf_counter()) > 0:
+            self._listen(min(left, _POOL_WAIT))
 
     def _open(self, episode: _Episode) -> None:
         self._episodes[episode.name] = episode

@@ -66,8 +66,8 @@ def build_engine(config: Config, arch: Arch, mesh: Mesh, stop_ids: frozenset[int
         slots=sampler.slots,
         max_prompt_length=sampler.max_prompt_length,
         max_completion_length=sampler.max_completion_length,
-        cache_positions=sampler.cache_positions,
-        prefill_rows=sampler.slots // config.algorithm.num_generations,
+        cache_tokens=sampler.cache_tokens,
+        readers=config.algorithm.num_generations,
         decode_chunk_steps=sampler.decode_chunk,
         dtype=sampler.dtype,
     )

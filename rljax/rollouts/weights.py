@@ -33,14 +33,9 @@ def publisher(arch: Arch, mesh: Mesh, dtype: Any) -> Callable[[Params], Params]:
     Raises:
         ValueError: a dim does not divide over `mesh.tensor`.
     """
-    stacked = param_shardings(mesh, abstract_params(arch), logical_axes(arch), SAMPLER_RULES)
-    layout = {**stacked, "layers": {i: jax.tree.map(_without_layer_dim, stacked["layers"]) for i in range(arch.num_layers)}}
+    layout = param_shardings(mesh, abstract_params(arch, stacked=False), logical_axes(arch, stacked=False), SAMPLER_RULES)
 
     def publish(params: Params) -> Params:
         return unstack(jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params))
 
     return jax.jit(publish, out_shardings=layout)
-
-
-def _without_layer_dim(stacked: Any) -> Any:
-    return jax.sharding.NamedSharding(stacked.mesh, jax.sharding.PartitionSpec(*stacked.spec[1:]))

@@ -1,32 +1,59 @@
-"""The sampler's slots: their keys and values, and where each rollout in progress stands.
+"""The sampler's device state: blocks of keys and values, and where each rollout in progress stands.
 
-Owns the device state of the sampler and its layout on the mesh. A slot holds one rollout: its tokens' keys and values
-by position, the token to feed next, and what has been drawn so far. Refuses to own the model and the schedule.
+Owns the arrays that outlive a compiled program and their layout on the mesh. Refuses to own the model, which block
+belongs to whom (blocks.py) and the schedule (engine.py).
+
+Keys and values are stored in blocks of `BLOCK` positions, in two pools. A block of the *prompt* pool belongs to a prompt
+and is read by every slot that continues it; a block of the *own* pool belongs to one slot. Each pool is a few arrays
+(arenas), each larger than those before it: blocks are handed out lowest first, and a decode step touches only as many
+arenas as are in use, so that its memory traffic follows real lengths rather than the longest possible ones.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
-from rljax.mesh import DATA_AXES, sharding
+from rljax.mesh import DATA_AXES, data_shards, sharding
 from rljax.models.arch import Arch
-from rljax.models.decoder import KeyValue
 from rljax.pytree import pytree, with_fields
+
+BLOCK = 32
+"""Positions per block (tokens)."""
+_GROWTH = 4  # an arena is at most this many times all arenas before it
+
+
+class Blocks(NamedTuple):
+    """One arena of one layer."""
+
+    key: Float[Array, "p k c t"]
+    """Keys, positions last: the product with a query then runs along memory."""
+    value: Float[Array, "p k t c"]
+    """Values."""
+
+
+class LayerCache(NamedTuple):
+    """The blocks of one layer."""
+
+    prompt: tuple[Blocks, ...]
+    """Arenas of the pool that holds prompts."""
+    own: tuple[Blocks, ...]
+    """Arenas of the pool that holds what each slot was fed after its prompt."""
 
 
 @pytree
-class Slots:
-    """Everything a decode step reads and writes, one entry per slot."""
+class Progress:
+    """How far each rollout is, one entry per slot."""
 
-    cache: tuple[KeyValue, ...]
-    """Per layer, keys and values of the tokens fed so far, by position; later positions are stale and never seen."""
     token: Int[Array, " b"]
     """Token to feed next."""
     position: Int[Array, " b"]
     """Position of that token in its sequence."""
+    origin: Int[Array, " b"]
+    """Position of the first token in the slot's own blocks: the last token of its prompt."""
     remaining: Int[Array, " b"]
     """Tokens this slot may still draw; 0 when it is idle or done."""
     draw_key: UInt32[Array, "b 2"]
@@ -41,24 +68,61 @@ class Slots:
     """How many tokens have been drawn."""
 
 
-def empty_slots(arch: Arch, slots: int, positions: int, outputs: int, dtype: jnp.dtype, mesh: Mesh) -> Slots:
+@pytree
+class Slots:
+    """Everything a decode step reads and writes."""
+
+    cache: tuple[LayerCache, ...]
+    """Per layer, keys and values of the tokens fed so far; entries that no table names are stale and never seen."""
+    progress: Progress
+    """How far each slot is."""
+
+
+def arena_sizes(blocks: int, first: int) -> tuple[int, ...]:
+    """Split a pool of so many blocks into arenas, the first one of `first` blocks, each later one up to four times all before.
+
+    Example:
+        arena_sizes(100, 10) == (10, 40, 50)
+    """
+    sizes = [min(first, blocks)]
+    while (total := sum(sizes)) < blocks:
+        sizes.append(min(_GROWTH * total, blocks - total))
+    return tuple(sizes)
+
+
+def empty_slots(
+    arch: Arch,
+    slots: int,
+    prompt_arenas: Sequence[int],
+    own_arenas: Sequence[int],
+    outputs: int,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+) -> Slots:
     """Allocate idle slots, laid out on the mesh.
 
     Args:
         arch: Model the cache is for.
         slots: Number of slots, split over the mesh's data axes; heads are split over `tensor`.
-        positions: Cache positions per slot (tokens).
+        prompt_arenas: Blocks per arena of the pool of prompts, on each data shard.
+        own_arenas: The same for the pool of the slots' own tokens.
         outputs: Longest completion (tokens).
         dtype: Type of the cache.
         mesh: Devices.
     """
-    shape = (slots, arch.num_kv_heads, positions, arch.head_dim)
+    shards, heads, channels = data_shards(mesh), arch.num_kv_heads, arch.head_dim
+
+    def pool(arenas: Sequence[int]) -> tuple[Blocks, ...]:
+        sizes = [(shards * size, heads) for size in arenas]
+        return tuple(
+            Blocks(jnp.zeros((*size, channels, BLOCK), dtype), jnp.zeros((*size, BLOCK, channels), dtype)) for size in sizes
+        )
 
     def build() -> Slots:
-        return Slots(
-            cache=tuple(KeyValue(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(arch.num_layers)),
+        progress = Progress(
             token=jnp.zeros(slots, jnp.int32),
             position=jnp.zeros(slots, jnp.int32),
+            origin=jnp.zeros(slots, jnp.int32),
             remaining=jnp.zeros(slots, jnp.int32),
             draw_key=jnp.zeros((slots, 2), jnp.uint32),
             temperature=jnp.zeros(slots, jnp.float32),
@@ -66,11 +130,11 @@ def empty_slots(arch: Arch, slots: int, positions: int, outputs: int, dtype: jnp
             out_logp=jnp.zeros((slots, outputs), jnp.float32),
             count=jnp.zeros(slots, jnp.int32),
         )
+        return Slots(tuple(LayerCache(pool(prompt_arenas), pool(own_arenas)) for _ in range(arch.num_layers)), progress)
 
     return jax.jit(build, out_shardings=slots_sharding(mesh))()
 
 
 def slots_sharding(mesh: Mesh) -> Any:
-    """Return the sharding of `Slots`, as a prefix tree: all of the cache alike, all per-slot fields alike."""
-    fields = dict.fromkeys(Slots.__dataclass_fields__, sharding(mesh, DATA_AXES))
-    return with_fields(Slots, **{**fields, "cache": sharding(mesh, DATA_AXES, "tensor")})
+    """Return the sharding of `Slots`, as a prefix tree: all of the cache alike, all of the progress alike."""
+    return with_fields(Slots, cache=sharding(mesh, DATA_AXES, "tensor"), progress=sharding(mesh, DATA_AXES))

@@ -6,42 +6,52 @@ A prompt's last token is not prefilled: it is the first token the decode loop fe
 included, is made by the same code.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rljax.mesh import DATA_AXES
 from rljax.models.arch import Arch
-from rljax.models.decoder import KeyValue, logits, merge
+from rljax.models.decoder import KeyValue, logits, merge, within_segments
 from rljax.pytree import Params, pytree
-from rljax.sampler.cache import Slots
+from rljax.sampler.cache import LayerCache, Progress, Slots
+from rljax.sampler.paged import Tables, paged_attention, store_prompts
 
 _BLOCK = 256  # vocabulary entries per block of the two-level draw
 
 
 @pytree
-class Admission:
-    """New rollouts for the slots: prompts as rows, and which slot starts from which row."""
+class Prompts:
+    """Prompts to compute, as rows, and the blocks they go to."""
 
     tokens: Int[Array, "a s"]
     """Prompt tokens but the last, padded at the end."""
     lengths: Int[Array, " a"]
     """How many of them are real."""
-    row: Int[Array, " b"]
-    """Per slot, the row (counted within its data shard) it starts from; -1 leaves the slot alone."""
+    blocks: Int[Array, "a i"]
+    """Blocks of the prompt pool (counted within the row's data shard) that receive them; -1 for none."""
+
+
+@pytree
+class Starts:
+    """New rollouts, one per slot that starts."""
+
+    starts: Bool[Array, " b"]
+    """Which slots start; the others are left alone."""
     token: Int[Array, " b"]
-    """Per slot, the last token of its prompt."""
+    """Last token of the prompt."""
     position: Int[Array, " b"]
-    """Per slot, the position of that token."""
+    """Position of that token."""
     limit: Int[Array, " b"]
-    """Per slot, how many tokens it may draw."""
+    """How many tokens may be drawn."""
     draw_key: UInt32[Array, "b 2"]
-    """Per slot, the random key of its rollout."""
+    """Random key of the rollout."""
     temperature: Float[Array, " b"]
-    """Per slot, the sampling temperature."""
+    """Sampling temperature."""
 
 
 class Draw(NamedTuple):
@@ -51,71 +61,69 @@ class Draw(NamedTuple):
     logp: Float[Array, " b"]
 
 
-def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Admission) -> Slots:
-    """Compute the prompts' keys and values once per row and hand them to every slot that starts from the row."""
-    rows, width = new.tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
+def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Prompts) -> Slots:
+    """Compute the prompts' keys and values and store them in their blocks."""
+    width = new.tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(width), new.tokens.shape)
     segments = (positions < new.lengths[:, None]).astype(jnp.int32)
-    dtype = params["embed"].dtype
-    _, fresh = merge(arch, params)(new.tokens, positions, segments, dtype=dtype)
-    heads, row = PartitionSpec(DATA_AXES, "tensor"), PartitionSpec(DATA_AXES)
-
-    def copy(old: Array, prompts: Array, source: Array) -> Array:
-        taken = jnp.take(prompts.astype(old.dtype), jnp.maximum(source, 0), axis=0)
-        kept = jnp.where((source >= 0)[:, None, None, None], taken, old[:, :, :width])
-        return old.at[:, :, :width].set(kept)
-
-    # Rows and the slots that start from them lie on the same data shard, so the copy never leaves it.
-    local = jax.shard_map(copy, mesh=mesh, in_specs=(heads, heads, row), out_specs=heads)
-    starts = new.row >= 0
-    return Slots(
-        cache=jax.tree.map(lambda old, prompts: local(old, prompts, new.row), slots.cache, fresh),
-        token=jnp.where(starts, new.token, slots.token),
-        position=jnp.where(starts, new.position, slots.position),
-        remaining=jnp.where(starts, new.limit, slots.remaining),
-        draw_key=jnp.where(starts[:, None], new.draw_key, slots.draw_key),
-        temperature=jnp.where(starts, new.temperature, slots.temperature),
-        out_tokens=slots.out_tokens,
-        out_logp=slots.out_logp,
-        count=jnp.where(starts, 0, slots.count),
+    attention = within_segments(positions, segments)
+    _, fresh = merge(arch, params)(new.tokens, positions, attention, dtype=params["embed"].dtype)
+    assert not isinstance(fresh, KeyValue), "the sampler's parameters are in the separate layout"
+    heads, rows = PartitionSpec(DATA_AXES, "tensor"), PartitionSpec(DATA_AXES)
+    # Rows and the blocks they fill lie on the same data shard, so nothing leaves it.
+    store = jax.shard_map(store_prompts, mesh=mesh, in_specs=(heads, heads, rows), out_specs=heads)
+    cache = tuple(
+        LayerCache(store(layer.prompt, prompts, new.blocks), layer.own)
+        for layer, prompts in zip(slots.cache, fresh, strict=True)
     )
+    return Slots(cache, slots.progress)
 
 
-def decode_chunk(arch: Arch, steps: int, params: Params, slots: Slots, stop_ids: Int[Array, " e"]) -> Slots:
+def start(progress: Progress, new: Starts) -> Progress:
+    """Begin new rollouts whose prompts are stored."""
+    fresh = {"token": new.token, "position": new.position, "origin": new.position, "remaining": new.limit}
+    fresh |= {"temperature": new.temperature, "count": jnp.zeros_like(progress.count)}
+    changed = {name: jnp.where(new.starts, value, getattr(progress, name)) for name, value in fresh.items()}
+    changed["draw_key"] = jnp.where(new.starts[:, None], new.draw_key, progress.draw_key)
+    return dataclasses.replace(progress, **changed)
+
+
+def decode_chunk(
+    arch: Arch, mesh: Mesh, steps: int, params: Params, slots: Slots, tables: Tables, stop_ids: Int[Array, " e"]
+) -> Slots:
     """Draw up to `steps` tokens in every slot that has any left; stop early when none has."""
 
     def unfinished(carry: tuple[Array, Slots]) -> Array:
         step, state = carry
-        return (step < steps) & jnp.any(state.remaining > 0)
+        return (step < steps) & jnp.any(state.progress.remaining > 0)
 
     def advance(carry: tuple[Array, Slots]) -> tuple[Array, Slots]:
         step, state = carry
-        return step + 1, _decode_step(arch, params, state, stop_ids)
+        return step + 1, _decode_step(arch, mesh, params, state, tables, stop_ids)
 
     return jax.lax.while_loop(unfinished, advance, (jnp.int32(0), slots))[1]
 
 
-def _decode_step(arch: Arch, params: Params, slots: Slots, stop_ids: Int[Array, " e"]) -> Slots:
+def _decode_step(arch: Arch, mesh: Mesh, params: Params, state: Slots, tables: Tables, stop_ids: Int[Array, " e"]) -> Slots:
     """Feed each slot's token and draw the next one."""
-    decoder, dtype = merge(arch, params), params["embed"].dtype
-    position = slots.position[:, None]
-    hidden, cache = decoder(slots.token[:, None], position, jnp.ones_like(position), slots.cache, dtype=dtype)
+    decoder, dtype, now = merge(arch, params), params["embed"].dtype, state.progress
+    attention = paged_attention(mesh, tables, now.position, now.origin)
+    hidden, cache = decoder(now.token[:, None], now.position[:, None], attention, state.cache, dtype=dtype)
     assert not isinstance(cache, KeyValue), "the sampler's parameters are in the separate layout"
-    drawn = draw(logits(decoder, hidden[:, 0]), slots.temperature, uniforms(slots.draw_key, slots.position + 1))
-    active = slots.remaining > 0
+    drawn = draw(logits(decoder, hidden[:, 0]), now.temperature, uniforms(now.draw_key, now.position + 1))
+    active = now.remaining > 0
     ended = jnp.any(drawn.token[:, None] == stop_ids[None, :], axis=1)
-    written = jnp.arange(slots.out_tokens.shape[1])[None, :] == jnp.where(active, slots.count, -1)[:, None]
-    return Slots(
-        cache=cache,
-        token=jnp.where(active, drawn.token, slots.token),
-        position=jnp.where(active, slots.position + 1, slots.position),
-        remaining=jnp.where(active & ~ended, slots.remaining - 1, 0),
-        draw_key=slots.draw_key,
-        temperature=slots.temperature,
-        out_tokens=jnp.where(written, drawn.token[:, None], slots.out_tokens),
-        out_logp=jnp.where(written, drawn.logp[:, None], slots.out_logp),
-        count=jnp.where(active, slots.count + 1, slots.count),
+    written = jnp.arange(now.out_tokens.shape[1])[None, :] == jnp.where(active, now.count, -1)[:, None]
+    progress = dataclasses.replace(
+        now,
+        token=jnp.where(active, drawn.token, now.token),
+        position=jnp.where(active, now.position + 1, now.position),
+        remaining=jnp.where(active & ~ended, now.remaining - 1, 0),
+        out_tokens=jnp.where(written, drawn.token[:, None], now.out_tokens),
+        out_logp=jnp.where(written, drawn.logp[:, None], now.out_logp),
+        count=jnp.where(active, now.count + 1, now.count),
     )
+    return Slots(cache, progress)
 
 
 def uniforms(draw_key: UInt32[Array, "b 2"], position: Int[Array, " b"]) -> Float[Array, " b"]:
@@ -137,17 +145,17 @@ def draw(logits: Float[Array, "b v"], temperature: Float[Array, " b"], uniform: 
     """
     rows, vocab = logits.shape
     greedy = temperature == 0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-    padded = jnp.pad(scaled, ((0, 0), (0, -vocab % _BLOCK)), constant_values=-jnp.inf)
-    blocks = padded.reshape(rows, -1, _BLOCK)
-    top = jnp.max(scaled, axis=1)
-    masses = jnp.exp(blocks - top[:, None, None]).sum(axis=2)
+    scale = jnp.where(greedy, 1.0, temperature)[:, None]
+    # Division by a positive number keeps the order, so the maximum may be taken first; scaled logits are never stored.
+    top = jnp.max(logits, axis=1, keepdims=True) / scale
+    blocks = jnp.pad(logits, ((0, 0), (0, -vocab % _BLOCK)), constant_values=-jnp.inf).reshape(rows, -1, _BLOCK)
+    masses = jnp.exp(blocks / scale[:, None] - top[:, None]).sum(axis=2)
     reached = jnp.cumsum(masses, axis=1)
     total = reached[:, -1]
     target = uniform * total
     block = _first_above(reached, target, masses)
     before = jnp.take_along_axis(reached - masses, block[:, None], axis=1)
-    inside = jnp.exp(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0] - top[:, None])
+    inside = jnp.exp(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0] / scale - top)
     within = _first_above(jnp.cumsum(inside, axis=1), target - before[:, 0], inside)
     drawn = (block * _BLOCK + within).astype(jnp.int32)
 
@@ -156,8 +164,8 @@ def draw(logits: Float[Array, "b v"], temperature: Float[Array, " b"], uniform: 
 
     # A search of the whole vocabulary, which only a greedy row is worth.
     token = jax.lax.cond(jnp.any(greedy), take_likeliest, lambda: drawn)
-    chosen = jnp.take_along_axis(scaled, token[:, None], axis=1)[:, 0]
-    return Draw(token, jnp.where(greedy, 0.0, chosen - top - jnp.log(total)))
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=1) / scale
+    return Draw(token, jnp.where(greedy, 0.0, (chosen - top)[:, 0] - jnp.log(total)))
 
 
 def _first_above(reached: Float[Array, "b n"], target: Float[Array, " b"], mass: Float[Array, "b n"]) -> Int[Array, " b"]:

@@ -3,15 +3,18 @@
 Owns admission (which waiting rollout gets which slot), the shapes that are compiled, and the harvest of finished
 completions. Refuses to own text, rewards and training.
 
-    submit -> waiting -> (fill: prompts computed once, shared) -> slots -> (decode_chunk)* -> poll -> Completion
+    submit -> waiting -> (fill: prompts computed once, shared) -> (start) -> slots -> (decode_chunk)* -> poll -> Completion
+                 ^------------------------- sent back when blocks run out ----------------'
 
 A rollout's tokens depend on the weights, its prompt, its id and its attempt; not on its slot, its neighbours or when
 it was admitted. Every draw is keyed by `draw_key(seed, purpose, task id, attempt)` and the position of the token.
 """
 
 import hashlib
+import heapq
+import math
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,10 +28,16 @@ from rljax.mesh import DATA_AXES, data_shards, sharding
 from rljax.models.arch import Arch
 from rljax.pytree import Params
 from rljax.records import Completion
-from rljax.sampler.cache import Slots, empty_slots, slots_sharding
-from rljax.sampler.decode import Admission, decode_chunk, fill
+from rljax.sampler.blocks import Ledger, Pool, blocks_for, empty_tables
+from rljax.sampler.cache import BLOCK, Slots, arena_sizes, empty_slots, slots_sharding
+from rljax.sampler.decode import Prompts, Starts, decode_chunk, fill, start
+from rljax.sampler.paged import Tables
 
-_SMALLEST_BUCKET = 16  # tokens; prompts are padded to this times a power of two
+_FIRST_OWN_BLOCKS = 2  # per slot, in the first arena
+_COLUMNS = (2,)  # blocks per slot that tables have room for, these times a power of two
+_PROMPT_LENGTHS = (16, 24)  # tokens that a prefill has room for, these times a power of two
+
+_Rows = list[tuple[tuple[int, ...], list[int]]]  # prompts to compute on one data shard, and their blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,16 @@ class Request:
     """Longest completion (tokens)."""
     temperature: float
     """Sampling temperature; 0 takes the most likely token."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A rollout in a slot."""
+
+    request: Request
+    version: int
+    reach: int
+    """Tokens that it may have drawn by the end of the chunk in progress."""
 
 
 def draw_key(seed: int, purpose: str, task_id: str, attempt: int) -> tuple[int, int]:
@@ -72,8 +91,8 @@ class Engine:
         slots: int,
         max_prompt_length: int,
         max_completion_length: int,
-        cache_positions: int,
-        prefill_rows: int,
+        cache_tokens: int | None = None,
+        readers: int,
         decode_chunk_steps: int,
         dtype: Any,
     ):
@@ -86,40 +105,46 @@ class Engine:
             slots: Rollouts decoded together.
             max_prompt_length: Longest prompt (tokens).
             max_completion_length: Longest completion (tokens).
-            cache_positions: Cache positions per slot (tokens).
-            prefill_rows: Different prompts computed by one prefill, over all devices.
+            cache_tokens: Tokens that the cache holds, over all slots; default: every slot at its longest. With less,
+                rollouts wait for room, and when those that run outgrow it, the youngest starts again later.
+            readers: Rollouts that share one stored prompt.
             decode_chunk_steps: Decode steps between two looks by the host.
             dtype: Type of parameters and products, and of the cache except on CPUs, where it is float32.
 
         Raises:
-            ValueError: slots do not divide over the mesh, nothing ends a completion, or the cache is too short.
+            ValueError: slots do not divide over the mesh, nothing ends a completion, or the cache is too small.
         """
         self.shards = data_shards(mesh)
         if slots % self.shards:
             raise ValueError(f"sampler.slots ({slots}) must be a multiple of mesh.replica x mesh.fsdp ({self.shards})")
         if not stop_ids:
             raise ValueError("no token ends a completion; set eos_token_id in the checkpoint's generation_config.json")
-        if max_prompt_length + max_completion_length > cache_positions:
-            raise ValueError(
-                f"a prompt of {max_prompt_length} and a completion of {max_completion_length} tokens exceed the cache of "
-                f"{cache_positions} positions; raise sampler.cache_length"
-            )
         self.mesh, self.arch, self.slots = mesh, arch, slots
         self.max_prompt_length, self.max_completion_length = max_prompt_length, max_completion_length
-        self._rows = -(-prefill_rows // self.shards)  # per data shard
+        self._per_shard, self._steps = slots // self.shards, decode_chunk_steps
+        self._rows = -(-self._per_shard // readers)  # prompts per prefill and data shard
         self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
         self._row_sharding = sharding(mesh, DATA_AXES)
+        self._columns = blocks_for(max_prompt_length - 1), blocks_for(max_completion_length)
+        prompt_arenas, own_arenas = self._arenas(cache_tokens)
+        self._arena_ends = tuple(np.cumsum(arenas).tolist() for arenas in (prompt_arenas, own_arenas))
+        self._readers = min(readers, self._per_shard)
+        self._ledgers = [Ledger(self.shards, self._readers, Pool(prompt_arenas), Pool(own_arenas)) for _ in range(self.shards)]
         # XLA:CPU writes into a bfloat16 array by converting all of it to float32 and back.
         cache_dtype = jnp.dtype("float32" if mesh.devices.flat[0].platform == "cpu" else dtype)
-        self._state: Slots = empty_slots(arch, slots, cache_positions, max_completion_length, cache_dtype, mesh)
+        self._state: Slots = empty_slots(arch, slots, prompt_arenas, own_arenas, max_completion_length, cache_dtype, mesh)
         # The slots are donated: a program that copied the cache instead of updating it would double the memory.
         layout = slots_sharding(mesh)
         self._fill = jax.jit(partial(fill, arch, mesh), donate_argnums=1, out_shardings=layout)
-        self._decode = jax.jit(partial(decode_chunk, arch, decode_chunk_steps), donate_argnums=1, out_shardings=layout)
+        self._start = jax.jit(start, donate_argnums=0, out_shardings=layout.progress)
+        self._decode = jax.jit(partial(decode_chunk, arch, mesh, decode_chunk_steps), donate_argnums=1, out_shardings=layout)
         self._params: Params | None = None
         self._version = -1
         self._waiting: deque[Request] = deque()
-        self._running: dict[int, tuple[Request, int]] = {}  # slot -> request and the version it is sampled with
+        self._running: dict[int, _Running] = {}  # by slot, in the order of admission
+        self._free = [list(range(self._per_shard)) for _ in range(self.shards)]  # per data shard, a heap
+        self.preempted = 0
+        """Rollouts sent back for want of blocks so far."""
 
     def set_weights(self, params: Params, version: int) -> None:
         """Sample from these parameters from now on.
@@ -136,11 +161,16 @@ class Engine:
         """Number of submitted rollouts that have not been polled."""
         return len(self._waiting) + len(self._running)
 
+    @property
+    def free(self) -> int:
+        """Number of slots that neither a running nor a waiting rollout would take."""
+        return max(0, self.slots - self.pending)
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue rollouts; those with equal prompts should stand next to each other.
 
         Raises:
-            ValueError: a request does not fit the prompt, completion or cache length. Nothing is queued then.
+            ValueError: a request does not fit the prompt or completion length. Nothing is queued then.
         """
         for request in requests:
             if not 1 <= len(request.prompt) <= self.max_prompt_length:
@@ -159,28 +189,33 @@ class Engine:
         """Admit waiting rollouts to free slots and start decoding a chunk; returns before the device is done."""
         assert self._params is not None, "set_weights comes before step"
         with jax.set_mesh(self.mesh):
-            while self._waiting and len(self._running) < self.slots:
-                self._state = self._fill(self._params, self._state, self._admit())
+            # Those that run come first: a newcomer they would have to send back again is not let in.
+            sent_back = self._make_room()
+            started = self._admit()
+            if sent_back or started:
+                progress = self._start(self._state.progress, self._starts(sent_back | started))
+                self._state = Slots(self._state.cache, progress)
             if self._running:
-                self._state = self._decode(self._params, self._state, self._stop_ids)
+                self._state = self._decode(self._params, self._state, self._tables(), self._stop_ids)
 
     def poll(self) -> list[tuple[Hashable, Completion]]:
         """Wait for the chunk in progress and return the completions that ended with it."""
         if not self._running:
             return []
-        state = self._state
-        remaining, counts = jax.device_get((state.remaining, state.count))
+        progress = self._state.progress
+        remaining, counts = jax.device_get((progress.remaining, progress.count))
         ended = [slot for slot in self._running if remaining[slot] == 0]
         if not ended:
             return []
-        tokens, logps = jax.device_get((state.out_tokens, state.out_logp))
+        tokens, logps = jax.device_get((progress.out_tokens, progress.out_logp))
         stops = set(np.asarray(self._stop_ids).tolist())
         done = []
         for slot in ended:
-            request, version = self._running.pop(slot)
+            running = self._vacate(slot)
             drawn = tokens[slot, : counts[slot]].copy()
             reason = "stop" if int(drawn[-1]) in stops else "length"
-            done.append((request.ticket, Completion(drawn, logps[slot, : counts[slot]].copy(), version, reason)))
+            logp = logps[slot, : counts[slot]].copy()
+            done.append((running.request.ticket, Completion(drawn, logp, running.version, reason)))
         return done
 
     def stream(self, request: Request) -> Iterator[np.ndarray]:
@@ -190,86 +225,151 @@ class Engine:
         sent = 0
         while self.pending:
             self.step()
-            slot = next(slot for slot, (running, _) in self._running.items() if running is request)
-            count = int(jax.device_get(self._state.count)[slot])
-            yield jax.device_get(self._state.out_tokens)[slot, sent:count].copy()
+            slot = next(slot for slot, running in self._running.items() if running.request is request)
+            count = int(jax.device_get(self._state.progress.count)[slot])
+            yield jax.device_get(self._state.progress.out_tokens)[slot, sent:count].copy()
             sent = count
             self.poll()
 
     def abort(self) -> None:
         """Forget every waiting and running rollout."""
         self._waiting.clear()
-        self._running.clear()
-        idle = jnp.zeros_like(self._state.remaining, device=self._row_sharding)
-        self._state = Slots(**{**vars(self._state), "remaining": idle})
+        for slot in list(self._running):
+            self._vacate(slot)
 
-    def _admit(self) -> Admission:
-        """Give waiting rollouts free slots, first come first served, as far as one prefill reaches.
+    def _arenas(self, cache_tokens: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Size both pools, per data shard: in full, or in proportion so that they hold `cache_tokens` over all shards."""
+        longest = self._columns
+        full = tuple(self._per_shard * blocks for blocks in longest)
+        if cache_tokens is not None:
+            share = cache_tokens // self.shards // BLOCK
+            if share < sum(longest):
+                raise ValueError(
+                    f"a prompt of {self.max_prompt_length} and a completion of {self.max_completion_length} tokens exceed the "
+                    f"cache of {cache_tokens // self.shards} tokens per data shard; raise sampler.cache_tokens"
+                )
+            full = tuple(max(blocks, min(all_, share * all_ // sum(full))) for blocks, all_ in zip(longest, full, strict=True))
+        # In the usual case every prompt is shared, and completions are short: the first arenas are made for that.
+        first = self._rows * longest[0], self._per_shard * min(longest[1], _FIRST_OWN_BLOCKS)
+        # A one-token prompt needs no block, and an array needs a row.
+        prompt, own = (arena_sizes(max(1, blocks), max(1, start)) for blocks, start in zip(full, first, strict=True))
+        return prompt, own
 
-        All prompts of one prefill are of one bucket: the padded length may change the last bits of keys and values, so it
-        must follow from the prompt alone and not from what else happens to wait.
+    def _admit(self) -> set[int]:
+        """Give waiting rollouts slots and blocks, first come first served; compute prompts that are not stored.
+
+        Returns:
+            The slots that start.
         """
-        per_shard = self.slots // self.shards
-        free = deque(slot for slot in self._by_shard_in_turn(per_shard) if slot not in self._running)
-        prompts: list[dict[tuple[int, ...], int]] = [{} for _ in range(self.shards)]
-        chosen: list[tuple[int, int, Request]] = []
-        width = self._bucket(len(self._waiting[0].prompt) - 1)
-        while self._waiting and free:
-            request = self._waiting[0]
-            if self._bucket(len(request.prompt) - 1) != width:
+        starting: set[int] = set()
+        while self._waiting:
+            # All prompts of one prefill are of one bucket: the padded length may change the last bits of keys and values,
+            # so it must follow from the prompt alone and not from what else happens to wait.
+            width = self._bucket(len(self._waiting[0].prompt) - 1)
+            rows: list[_Rows] = [[] for _ in range(self.shards)]
+            seated = 0
+            while self._waiting and self._bucket(len(self._waiting[0].prompt) - 1) == width:
+                slot = self._seat(self._waiting[0], rows)
+                if slot is None:
+                    break
+                request = self._waiting.popleft()
+                self._running[slot] = _Running(request, self._version, min(request.max_tokens, self._steps))
+                starting.add(slot)
+                seated += 1
+            if any(rows):
+                assert self._params is not None
+                self._state = self._fill(self._params, self._state, self._prompts(rows, width))
+            if not seated:
                 break
-            slot = self._place(request.prompt, free, prompts, per_shard)
-            if slot is None:
-                break
-            free.remove(slot)
-            rows = prompts[slot // per_shard]
-            row = rows.setdefault(request.prompt[:-1], len(rows))
-            chosen.append((slot, row, self._waiting.popleft()))
-            self._running[slot] = (request, self._version)
-        return self._admission(chosen, prompts, width)
+        return starting
 
-    def _by_shard_in_turn(self, per_shard: int) -> Iterator[int]:
-        """Yield every slot, going round the data shards, so that they fill evenly."""
-        for within in range(per_shard):
-            for shard in range(self.shards):
-                yield shard * per_shard + within
+    def _seat(self, request: Request, rows: list[_Rows]) -> int | None:
+        """Return a slot with blocks for the request: where its prompt is stored, else where one more can be computed."""
+        prompt = request.prompt[:-1]
+        tokens = min(request.max_tokens, self._steps)
+        shards = [shard for shard in range(self.shards) if self._free[shard]]
+        # Where the prompt is stored, else where most slots are free: shards fill evenly.
+        shards.sort(key=lambda shard: (not self._ledgers[shard].has_place(prompt), -len(self._free[shard])))
+        for shard in shards:
+            slot = self._free[shard][0]
+            compute = len(rows[shard]) < self._rows or not prompt
+            blocks = self._ledgers[shard].seat(slot, prompt, tokens, compute)
+            if blocks is None:
+                continue
+            if blocks:
+                rows[shard].append((prompt, blocks))
+            return shard * self._per_shard + heapq.heappop(self._free[shard])
+        return None
 
-    def _place(
-        self, prompt: tuple[int, ...], free: deque[int], prompts: list[dict[tuple[int, ...], int]], per_shard: int
-    ) -> int | None:
-        """Return a free slot whose shard already computes this prompt, else one whose shard has a prefill row left."""
-        open_row = None
-        for slot in free:
-            rows = prompts[slot // per_shard]
-            if prompt[:-1] in rows:
-                return slot
-            if open_row is None and len(rows) < self._rows:
-                open_row = slot
-        return open_row
+    def _make_room(self) -> set[int]:
+        """Give running rollouts blocks for the next chunk; send the youngest of a data shard back when there are none.
 
-    def _admission(
-        self, chosen: list[tuple[int, int, Request]], prompts: list[dict[tuple[int, ...], int]], width: int
-    ) -> Admission:
+        It starts again later and draws the same tokens: they depend on its key, not on when it runs.
+
+        Returns:
+            The slots of those sent back.
+        """
+        sent_back: set[int] = set()
+        for slot, running in list(self._running.items()):
+            shard, local = divmod(slot, self._per_shard)
+            running.reach = min(running.reach + self._steps, running.request.max_tokens)
+            start = len(running.request.prompt) - 1
+            while slot in self._running and not self._ledgers[shard].extend(local, start, running.reach):
+                youngest = next(other for other in reversed(self._running) if other // self._per_shard == shard)
+                self._waiting.appendleft(self._vacate(youngest).request)
+                sent_back.add(youngest)
+        self.preempted += len(sent_back)
+        return sent_back
+
+    def _vacate(self, slot: int) -> _Running:
+        """Free a slot and what it holds."""
+        shard, local = divmod(slot, self._per_shard)
+        self._ledgers[shard].leave(local)
+        heapq.heappush(self._free[shard], local)
+        return self._running.pop(slot)
+
+    def _prompts(self, rows: Sequence[_Rows], width: int) -> Prompts:
         """Build the arrays of one prefill, `width` tokens wide."""
         tokens = np.zeros((self.shards * self._rows, width), np.int32)
         lengths = np.zeros(len(tokens), np.int32)
-        for shard, rows in enumerate(prompts):
-            for prompt, row in rows.items():
-                tokens[shard * self._rows + row, : len(prompt)] = prompt
-                lengths[shard * self._rows + row] = len(prompt)
-        row = np.full(self.slots, -1, np.int32)
+        blocks = np.full((len(tokens), blocks_for(width)), -1, np.int32)
+        for shard, prompts in enumerate(rows):
+            for row, (prompt, taken) in enumerate(prompts, shard * self._rows):
+                tokens[row, : len(prompt)], lengths[row], blocks[row, : len(taken)] = prompt, len(prompt), taken
+        return Prompts(**jax.device_put({"tokens": tokens, "lengths": lengths, "blocks": blocks}, self._row_sharding))
+
+    def _starts(self, slots: Collection[int]) -> Starts:
+        """Build the arrays that start rollouts in these slots, and stop those that nothing runs in."""
+        starts = np.zeros(self.slots, bool)
         token, position, limit = (np.zeros(self.slots, np.int32) for _ in range(3))
         key, temperature = np.zeros((self.slots, 2), np.uint32), np.zeros(self.slots, np.float32)
-        for slot, source, request in chosen:
-            row[slot], token[slot], position[slot] = source, request.prompt[-1], len(request.prompt) - 1
-            limit[slot], key[slot], temperature[slot] = request.max_tokens, request.key, request.temperature
-        fields = {"tokens": tokens, "lengths": lengths, "row": row, "token": token, "position": position, "limit": limit}
+        for slot in slots:
+            starts[slot] = True
+            if slot in self._running:
+                request = self._running[slot].request
+                token[slot], position[slot] = request.prompt[-1], len(request.prompt) - 1
+                limit[slot], key[slot], temperature[slot] = request.max_tokens, request.key, request.temperature
+        fields = {"starts": starts, "token": token, "position": position, "limit": limit}
         fields |= {"draw_key": key, "temperature": temperature}
-        return Admission(**jax.device_put(fields, self._row_sharding))
+        return Starts(**jax.device_put(fields, self._row_sharding))
+
+    def _tables(self) -> Tables:
+        """Return who reads which block, covering the arenas in use and as many blocks per slot as the longest rollout has."""
+        covered = [max(ledger.prompts.cover() for ledger in self._ledgers), max(ledger.own.cover() for ledger in self._ledgers)]
+        blocks = [self.shards * ends[count - 1] for ends, count in zip(self._arena_ends, covered, strict=True)]
+        widest = [max(counts) for counts in zip(*(ledger.widest() for ledger in self._ledgers), strict=True)]
+        columns = [bucket(count, _COLUMNS, most) for count, most in zip(widest, self._columns, strict=True)]
+        tables = empty_tables(self.slots, blocks[0], self._readers, blocks[1], (columns[0], columns[1]))
+        for shard, ledger in enumerate(self._ledgers):
+            ledger.write(tables, shard)
+        return jax.device_put(tables, self._row_sharding)
 
     def _bucket(self, length: int) -> int:
-        """Return the padded prompt length: the smallest power-of-two bucket that holds it, at most the longest allowed."""
-        width = _SMALLEST_BUCKET
-        while width < length:
-            width *= 2
-        return min(width, self.max_prompt_length)
+        """Return the padded prompt length: the smallest bucket that holds it, at most the longest allowed."""
+        return bucket(length, _PROMPT_LENGTHS, self.max_prompt_length)
+
+
+def bucket(size: int, smallest: Sequence[int], largest: int) -> int:
+    """Return the least of smallest x 2^n, for any n, that is at least `size`, at most `largest`: few shapes to compile."""
+    doublings = max(0, *(math.ceil(math.log2(max(size, 1) / least)) for least in smallest))
+    return min(*(least << n for least in smallest for n in range(doublings + 1) if least << n >= size), largest)

@@ -49,7 +49,7 @@ def test_coming_late_changes_nothing() -> None:
 
 def test_the_number_of_slots_and_the_length_of_a_chunk_change_no_token() -> None:
     requests = some_requests(10)
-    one, two = run(warm_engine(), requests), run(engine_of(slots=3, decode_chunk_steps=2, prefill_rows=1), requests)
+    one, two = run(warm_engine(), requests), run(engine_of(slots=3, decode_chunk_steps=2, readers=3), requests)
     for ticket, done in one.items():
         assert two[ticket].tokens.tolist() == done.tokens.tolist()
         np.testing.assert_allclose(two[ticket].logp, done.logp, rtol=0, atol=LOGP_ATOL)

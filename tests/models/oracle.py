@@ -12,11 +12,15 @@ import numpy as np
 import torch
 import transformers
 
+from rljax.config import MeshConfig
+from rljax.mesh import build_mesh
 from rljax.models import decoder
 from rljax.models.arch import Arch
 from rljax.models.hf import open_hf
 from rljax.models.layout import fill
 from rljax.pytree import Params
+from rljax.rollouts.weights import publisher
+from rljax.sampler.engine import Engine, Request
 
 VOCAB = 97
 F32 = jnp.dtype("float32")
@@ -124,7 +128,7 @@ def random_ids(*shape: int, vocab: int = VOCAB, seed: int = 0) -> np.ndarray:
 @partial(jax.jit, static_argnums=0)
 def _logits(arch: Arch, params: Params, ids: Any, positions: Any, segments: Any) -> Any:
     model = decoder.merge(arch, params)
-    return decoder.logits(model, model(ids, positions, segments, dtype=F32)[0])
+    return decoder.logits(model, model(ids, positions, decoder.within_segments(positions, segments), dtype=F32)[0])
 
 
 def our_logits(arch: Arch, params: Params, ids: np.ndarray, positions: Any = None, segments: Any = None) -> np.ndarray:
@@ -151,31 +155,26 @@ def their_greedy(model: transformers.LlamaForCausalLM, prompts: Sequence[Sequenc
         return generator.generate(ids, attention_mask=mask, max_new_tokens=steps)[:, width:].tolist()
 
 
-@partial(jax.jit, static_argnums=(0, 4))
-def _greedy(arch: Arch, params: Params, ids: Any, lengths: Any, steps: int) -> Any:
-    """Prefill the right-padded prompts, then decode `steps` tokens per row, each row from its own position on."""
-    model = decoder.merge(arch, decoder.unstack(params))
-    columns = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    valid = columns < lengths[:, None]
-    hidden, seen = model(ids, jnp.where(valid, columns, 0), valid.astype(jnp.int32), dtype=F32)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    first = decoder.logits(model, last).argmax(-1).astype(jnp.int32)
-    cache = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, 0), (0, steps), (0, 0))), seen)
-
-    def step(carry: Any, _: Any) -> Any:
-        cache, token, positions = carry
-        hidden, cache = model(token[:, None], positions[:, None], jnp.ones_like(token)[:, None], cache, dtype=F32)
-        scores = decoder.logits(model, hidden[:, 0])
-        return (cache, scores.argmax(-1).astype(jnp.int32), positions + 1), (token, scores)
-
-    _, (tokens, scores) = jax.lax.scan(step, (cache, first, lengths), length=steps)
-    return tokens.T, jnp.swapaxes(scores, 0, 1)
-
-
-def our_greedy(arch: Arch, params: Params, prompts: Sequence[Sequence[int]], steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return our most likely continuations [b, n] and the logits [b, n, v] after each of them, decoded with a cache."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = jnp.array([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], jnp.int32)
-    lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
-    tokens, scores = _greedy(arch, params, ids, lengths, steps)
-    return np.asarray(tokens), np.asarray(scores)
+def our_completions(
+    arch: Arch, params: Params, prompts: Sequence[Sequence[int]], steps: int, temperature: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sampler's continuations [b, n] and their log-probabilities [b, n], end tokens not heeded."""
+    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+    longest = max(map(len, prompts))
+    engine = Engine(
+        arch,
+        mesh,
+        (arch.vocab_size,),  # an end token that is never drawn
+        slots=len(prompts),
+        max_prompt_length=longest,
+        max_completion_length=steps,
+        readers=1,
+        decode_chunk_steps=steps,
+        dtype="float32",
+    )
+    engine.set_weights(publisher(arch, mesh, "float32")(jax.tree.map(jnp.asarray, params)), 0)
+    engine.submit([Request(row, tuple(map(int, prompt)), (row, 1), steps, temperature) for row, prompt in enumerate(prompts)])
+    engine.step()
+    done = dict(engine.poll())
+    rows = [done[row] for row in range(len(prompts))]
+    return np.stack([row.tokens for row in rows]), np.stack([row.logp for row in rows])

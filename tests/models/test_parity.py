@@ -5,7 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.models.oracle import VARIANTS, load_hf, our_greedy, our_logits, random_ids, save_llama, their_greedy, their_logits
+from tests.models.oracle import (
+    VARIANTS,
+    load_hf,
+    our_completions,
+    our_logits,
+    random_ids,
+    save_llama,
+    their_greedy,
+    their_logits,
+)
 
 LOGITS_ATOL = 2e-4  # two float32 programs that sum in different orders; logits are of the order 10
 SAME_PROGRAM_ATOL = 2e-5  # our own decoder under another layout of the same tokens
@@ -20,7 +29,7 @@ def test_logits_and_greedy_tokens_equal_the_references(variant: str, tmp_path: P
     assert np.abs(theirs).max() > 1  # else small differences prove nothing
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=LOGITS_ATOL)
     prompts = [ids[0, :4].tolist(), ids[1, :31].tolist()]
-    tokens, _ = our_greedy(arch, params, prompts, 64)
+    tokens, _ = our_completions(arch, params, prompts, 64)
     assert tokens.tolist() == their_greedy(model, prompts, 64)
 
 
@@ -34,11 +43,12 @@ def grouped(tmp_path_factory: pytest.TempPathFactory):
 def test_decoding_with_a_cache_equals_the_full_forward(grouped) -> None:
     arch, params = grouped
     prompts = [random_ids(5).tolist(), random_ids(17, seed=1).tolist()]
-    tokens, scores = our_greedy(arch, params, prompts, 24)
+    tokens, logp = our_completions(arch, params, prompts, 24, temperature=1.0)
     for row, prompt in enumerate(prompts):
         whole = np.array([[*prompt, *tokens[row]]])
-        full = our_logits(arch, params, whole)[0, len(prompt) :]
-        np.testing.assert_allclose(scores[row], full, rtol=0, atol=SAME_PROGRAM_ATOL)
+        full = our_logits(arch, params, whole)[0, len(prompt) - 1 : -1].astype(np.float64)
+        expected = full[np.arange(24), tokens[row]] - np.log(np.exp(full).sum(1))
+        np.testing.assert_allclose(logp[row], expected, rtol=0, atol=SAME_PROGRAM_ATOL)
 
 
 def test_padding_on_either_side_changes_nothing(grouped) -> None:

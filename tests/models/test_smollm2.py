@@ -13,7 +13,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from rljax.convert import convert, read_checkpoint
 from rljax.data.tokenizer import Tokenizer
-from tests.models.oracle import our_greedy, our_logits, their_greedy, their_logits
+from tests.models.oracle import our_completions, our_logits, their_greedy, their_logits
 from tools.fetch_smollm2 import fetch
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def test_logits_and_greedy_tokens_equal_the_references(checkpoint: Path, referen
         ids = np.array([prompt])
         ours, theirs = our_logits(found.arch, found.params, ids), their_logits(reference, ids)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=LOGITS_ATOL)
-    tokens, _ = our_greedy(found.arch, found.params, prompts, 64)
+    tokens, _ = our_completions(found.arch, found.params, prompts, 64)
     assert tokens.tolist() == their_greedy(reference, prompts, 64)
 
 

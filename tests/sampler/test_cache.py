@@ -5,29 +5,40 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from rljax.sampler.cache import empty_slots, slots_sharding
+from rljax.sampler.cache import BLOCK, arena_sizes, empty_slots, slots_sharding
 from tests.tiny_model import ARCH, mesh_of, some_requests, warm_engine
 
 DATA = ("replica", "fsdp")
 
 
-@pytest.mark.parametrize("mesh", ["one", "tensor"])
-def test_empty_slots_are_idle_and_laid_out(mesh: str) -> None:
-    slots = empty_slots(ARCH, 8, 40, 16, jnp.dtype("bfloat16"), mesh_of(mesh))
+@pytest.mark.parametrize(("mesh", "shards"), [("one", 1), ("tensor", 4)])
+def test_empty_slots_are_idle_and_laid_out(mesh: str, shards: int) -> None:
+    slots = empty_slots(ARCH, 8, (3,), (2, 5), 16, jnp.dtype("bfloat16"), mesh_of(mesh))
     assert len(slots.cache) == ARCH.num_layers
+    for layer in slots.cache:
+        for arenas, sizes in ((layer.prompt, (3,)), (layer.own, (2, 5))):
+            assert [arena.key.shape for arena in arenas] == [(shards * size, 2, 8, BLOCK) for size in sizes]
+            assert [arena.value.shape for arena in arenas] == [(shards * size, 2, BLOCK, 8) for size in sizes]
     for leaf in jax.tree.leaves(slots.cache):
-        assert (leaf.shape, leaf.dtype) == ((8, 2, 40, 8), jnp.bfloat16)
+        assert leaf.dtype == jnp.bfloat16
         assert leaf.sharding.spec == PartitionSpec(DATA, "tensor")
-    assert slots.out_tokens.shape == (8, 16)
-    assert slots.remaining.tolist() == [0] * 8
-    assert slots.remaining.sharding.spec == PartitionSpec(DATA)
+    assert slots.progress.out_tokens.shape == (8, 16)
+    assert slots.progress.remaining.tolist() == [0] * 8
+    assert slots.progress.remaining.sharding.spec == PartitionSpec(DATA)
 
 
 def test_the_layout_names_every_field() -> None:
     mesh = mesh_of("one")
-    slots = jax.eval_shape(lambda: empty_slots(ARCH, 8, 40, 16, jnp.dtype("float32"), mesh))
+    slots = jax.eval_shape(lambda: empty_slots(ARCH, 8, (3,), (2, 5), 16, jnp.dtype("float32"), mesh))
     placed = jax.tree.map(lambda at, part: jax.tree.map(lambda _: at, part), slots_sharding(mesh), slots)
     assert jax.tree.structure(placed) == jax.tree.structure(slots)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "first", "sizes"), [(1, 1, (1,)), (8, 8, (8,)), (8, 20, (8,)), (9, 8, (8, 1)), (100, 10, (10, 40, 50))]
+)
+def test_later_arenas_are_larger_and_all_blocks_are_in_one(blocks: int, first: int, sizes: tuple[int, ...]) -> None:
+    assert arena_sizes(blocks, first) == sizes
 
 
 def test_slots_are_donated_to_the_programs_that_write_them() -> None:

@@ -3,14 +3,14 @@
 import math
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import jax
 import pytest
 
 from tests.tiny_model import ARCH, some_requests, warm_engine
 
-SLOTS, POSITIONS = 8, 40
 EXCHANGES = {"all-gather", "all-gather-start", "all-to-all", "collective-permute"}
 SMALLEST_MATRIX = ARCH.embed_dim * ARCH.num_heads * ARCH.head_dim
 INSTRUCTION = re.compile(r"= (?:\()?\w+\[([\d,]*)\]\S* (?:.*?\) )?([a-z][a-z-]*)\(")
@@ -21,12 +21,22 @@ def programs(mesh: str) -> dict[str, str]:
     """Return the text of the compiled programs."""
     engine = warm_engine(mesh)
     assert engine._params is not None
+    lowered = {}
     with jax.set_mesh(engine.mesh):
-        decode = engine._decode.lower(engine._params, engine._state, engine._stop_ids)
         engine.submit(some_requests(2))
-        fill = engine._fill.lower(engine._params, engine._state, engine._admit())
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("_fill", "_decode"):
+                patch.setattr(engine, name, partial(note, lowered, name, getattr(engine, name)))
+            engine.step()
     engine.abort()
+    decode, fill = lowered["_decode"], lowered["_fill"]
     return {"decode": decode.compile().as_text(), "fill": fill.compile().as_text()}
+
+
+def note(lowered: dict[str, Any], name: str, program: Any, *arguments: Any) -> Any:
+    """Lower the program for these arguments, then run it."""
+    lowered[name] = program.lower(*arguments)
+    return program(*arguments)
 
 
 def outputs(text: str, operations: set[str]) -> Iterator[tuple[int, ...]]:
@@ -38,14 +48,16 @@ def outputs(text: str, operations: set[str]) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("program", ["decode", "fill"])
-@pytest.mark.parametrize(("mesh", "shards", "heads"), [("one", 1, 2), ("tensor", 4, 1)])
-def test_no_copy_of_a_layers_cache_is_made(mesh: str, shards: int, heads: int, program: str) -> None:
-    # Of several slots on a device; a single one XLA:CPU does copy.
+@pytest.mark.parametrize(("mesh", "heads"), [("one", 2), ("tensor", 1)])
+def test_no_copy_of_a_layers_cache_is_made(mesh: str, heads: int, program: str) -> None:
     text = programs(mesh)[program]
-    layer = (SLOTS // shards, heads, POSITIONS, ARCH.head_dim)
-    assert f"f32[{','.join(map(str, layer))}]" in text  # else nothing is looked for
-    same = sorted(layer)
-    assert [shape for shape in outputs(text, {"copy", "transpose", "convert"}) if sorted(shape) == same] == []
+    sizes = {leaf.addressable_shards[0].data.shape for leaf in jax.tree.leaves(warm_engine(mesh)._state.cache)}
+    for layer in sizes:
+        assert layer[1] == heads
+        if layer[0] > 1:  # a single block XLA:CPU does copy
+            assert f"f32[{','.join(map(str, layer))}]" in text  # else nothing is looked for
+    kinds = {tuple(sorted(layer)) for layer in sizes if layer[0] > 1}
+    assert [shape for shape in outputs(text, {"copy", "transpose", "convert"}) if tuple(sorted(shape)) in kinds] == []
 
 
 @pytest.mark.parametrize("program", ["decode", "fill"])

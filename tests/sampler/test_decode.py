@@ -11,8 +11,8 @@ from tests.reference.generate import inverse_cdf, uniform_at
 
 EDGE = 2e-6
 """A uniform number this close to a step of the float64 distribution may fall on either side of the float32 one."""
-LOGP_ATOL = 3e-6
-"""Rounding of a float32 log-probability of the order 10."""
+LOGP_ATOL = 6e-6
+"""Rounding of a float32 log-probability of the order 10, and of float32 sums of 256 terms."""
 LARGEST_UNIFORM = float(np.nextafter(np.float32(1), np.float32(0)))
 
 jitted = jax.jit(draw)

@@ -6,8 +6,25 @@ import jax
 import numpy as np
 import pytest
 
+from rljax.sampler.cache import BLOCK
 from rljax.sampler.engine import Engine
-from tests.tiny_model import ARCH, STOP_IDS, bits, drain, mesh_of, request, run, some_requests, warm_engine
+from tests.reference.generate import generate
+from tests.tiny_model import (
+    ARCH,
+    STOP_IDS,
+    bits,
+    drain,
+    engine_of,
+    host_params,
+    mesh_of,
+    request,
+    run,
+    some_requests,
+    warm_engine,
+)
+
+LOGP_ATOL = 2e-5
+"""Float32 against float64 over two layers; log-probabilities are of the order 10 (nats)."""
 
 PROMPT = (11, 50, 12, 90, 13)
 
@@ -77,12 +94,12 @@ def test_requests_that_do_not_fit_are_refused_and_nothing_is_queued(
     [
         ({"stop_ids": ()}, "no token ends a completion"),
         ({"slots": 12}, r"sampler.slots \(12\) must be a multiple of mesh.replica x mesh.fsdp \(8\)"),
-        ({"cache_positions": 39}, "a prompt of 24 and a completion of 16 tokens exceed the cache of 39 positions"),
+        ({"cache_tokens": 8 * 47}, "a prompt of 24 and a completion of 16 tokens exceed the cache of 47 tokens per data shard"),
     ],
 )
 def test_an_engine_that_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
-    good = {"stop_ids": (2,), "slots": 8, "max_prompt_length": 24, "max_completion_length": 16, "cache_positions": 40}
-    good |= {"prefill_rows": 4, "decode_chunk_steps": 5, "dtype": "float32"}
+    good = {"stop_ids": (2,), "slots": 8, "max_prompt_length": 24, "max_completion_length": 16, "cache_tokens": None}
+    good |= {"readers": 2, "decode_chunk_steps": 5, "dtype": "float32"}
     arguments: dict[str, Any] = {**good, **options}
     with pytest.raises(ValueError, match=message):
         Engine(ARCH, mesh_of("fsdp"), arguments.pop("stop_ids"), **arguments)
@@ -101,10 +118,24 @@ class Watched:
         monkeypatch.setattr(engine, "_fill", noted)
 
 
-def test_the_prompt_of_a_group_is_computed_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("attempts", "rows"), [(2, 1), (3, 2), (8, 4)])
+def test_a_prompt_is_computed_once_for_all_its_readers(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, attempts: int, rows: int
+) -> None:
     watched = Watched(engine, monkeypatch)
-    run(engine, [request(("t", attempt), PROMPT, 2) for attempt in range(8)])
+    run(engine, [request(("t", attempt), PROMPT, 2) for attempt in range(attempts)])
+    assert watched.rows == [rows]
+
+
+def test_a_stored_prompt_is_not_computed_again_for_a_latecomer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = bits(run(engine, [request(("t", 1), PROMPT)]))
+    watched = Watched(engine, monkeypatch)
+    engine.submit([request(("t", 0), PROMPT)])
+    engine.step()
+    engine.submit([request(("t", 1), PROMPT)])
+    done = bits(drain(engine))
     assert watched.rows == [1]
+    assert done["t", 1] == alone["t", 1]
 
 
 def test_one_prefill_takes_as_many_prompts_as_it_has_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +199,12 @@ def test_weights_do_not_change_under_rollouts_in_progress(engine: Engine) -> Non
     engine.abort()
 
 
-def test_the_programs_compile_once_per_prompt_bucket(engine: Engine) -> None:
+def test_the_programs_compile_once_per_size(engine: Engine) -> None:
     run(engine, some_requests(12, 3))
     run(engine, some_requests(2, 1, seed=1))
-    # Prompts of up to 16 and up to 24 tokens; whatever else this engine has done before changes nothing here.
-    assert (engine._fill._cache_size(), engine._decode._cache_size()) == (2, 1)
+    # Prompts of up to 16 and up to 24 tokens, and one or both arenas of prompts in use; whatever else this engine has done
+    # before changes nothing here.
+    assert (engine._fill._cache_size(), engine._decode._cache_size()) == (2, 2)
 
 
 def test_bfloat16_is_sampled_in_bfloat16_and_repeats() -> None:
@@ -183,3 +215,47 @@ def test_bfloat16_is_sampled_in_bfloat16_and_repeats() -> None:
     assert bits(run(engine, some_requests(8))) == bits(first)
     assert bits(first) != bits(run(warm_engine(), some_requests(8)))
     assert all(np.isfinite(done.logp).all() and done.logp.dtype == np.float32 for done in first.values())
+
+
+def long_engine(cache_tokens: int | None = None) -> Engine:
+    """Return an engine whose prompts and completions take several blocks each."""
+    return engine_of(slots=4, max_prompt_length=100, max_completion_length=80, cache_tokens=cache_tokens, stop_ids=(2,))
+
+
+def long_requests() -> list[Any]:
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(8, ARCH.vocab_size, length).tolist() for length in (1, 31, 32, 33, 34, 65, 97, 100)]
+    limits = [80, 31, 32, 33, 64, 65, 80, 80]
+    return [
+        request((f"t{index}", attempt), prompt, limit)
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        for attempt in range(2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def long_completions() -> dict[Any, Any]:
+    return run(long_engine(), long_requests())
+
+
+def test_rollouts_of_many_blocks_are_those_of_the_whole_forward(long_completions: dict[Any, Any]) -> None:
+    for asked in long_requests()[::3]:
+        done = long_completions[asked.ticket]
+        limits = {"max_tokens": asked.max_tokens, "temperature": 1.0, "stop_ids": (2,)}
+        tokens, logp = generate(ARCH, host_params(), asked.prompt, asked.key, **limits)
+        assert done.tokens.tolist() == tokens
+        np.testing.assert_allclose(done.logp, logp, rtol=0, atol=LOGP_ATOL)
+
+
+@pytest.mark.parametrize("blocks", [7, 9])
+def test_in_a_small_cache_rollouts_wait_or_start_again_and_stay_the_same(long_completions: dict[Any, Any], blocks: int) -> None:
+    engine = long_engine(cache_tokens=blocks * BLOCK)
+    assert bits(run(engine, long_requests())) == bits(long_completions)
+    assert engine.preempted > 0
+    assert all(ledger.prompts.used == ledger.own.used == 0 for ledger in engine._ledgers)
+
+
+def test_a_rollout_of_many_blocks_is_the_same_alone(long_completions: dict[Any, Any]) -> None:
+    engine = long_engine()
+    for asked in long_requests()[1::5]:
+        assert bits(run(engine, [asked])) == bits({asked.ticket: long_completions[asked.ticket]})

@@ -1,0 +1,84 @@
+"""Blocks are given to one holder at a time, the lowest first, and come back with the last one that needs them."""
+
+import numpy as np
+import pytest
+
+from rljax.sampler.blocks import Ledger, Pool, empty_tables
+from rljax.sampler.cache import BLOCK
+
+PROMPT = tuple(range(BLOCK + 5))  # two blocks
+
+
+def a_ledger(prompts: int = 4, own: int = 6, readers: int = 2) -> Ledger:
+    return Ledger(shards=1, readers=readers, prompts=Pool((prompts,)), own=Pool((2, own - 2)))
+
+
+def test_a_pool_gives_its_lowest_blocks_and_all_or_none() -> None:
+    pool = Pool((2, 3))
+    assert (pool.take(2), pool.cover()) == ([0, 1], 1)
+    assert (pool.take(2), pool.cover()) == ([2, 3], 2)
+    assert pool.take(2) is None
+    pool.give([1])
+    assert pool.take(2) == [1, 4]
+    pool.give([2, 3, 4])
+    assert (pool.used, pool.cover()) == (2, 1)
+    with pytest.raises(KeyError):
+        pool.give([4])
+
+
+def test_readers_share_a_prompt_until_its_places_are_taken() -> None:
+    ledger = a_ledger()
+    assert ledger.seat(0, PROMPT, 1, compute=False) is None  # not stored
+    assert ledger.seat(0, PROMPT, 1, compute=True) == [0, 1]
+    assert ledger.has_place(PROMPT)
+    assert ledger.seat(1, PROMPT, 1, compute=False) == []
+    assert not ledger.has_place(PROMPT)
+    assert ledger.seat(2, PROMPT, 1, compute=True) == [2, 3]  # a second copy
+    ledger.leave(0)
+    assert ledger.prompts.used == 4
+    assert ledger.seat(3, PROMPT, 1, compute=False) == []  # in the place that became free
+    for slot in (1, 2, 3):
+        ledger.leave(slot)
+    assert (ledger.prompts.used, ledger.own.used) == (0, 0)
+    assert not ledger.has_place(PROMPT)
+
+
+def test_without_room_nothing_is_taken() -> None:
+    ledger = a_ledger(prompts=3, own=3)
+    ledger.seat(0, PROMPT, BLOCK + 1, compute=True)
+    assert ledger.seat(1, (9,) * BLOCK * 2, 1, compute=True) is None  # no prompt blocks
+    assert ledger.seat(1, (9,), 2 * BLOCK, compute=True) is None  # no own blocks
+    assert (ledger.prompts.used, ledger.own.used) == (2, 2)
+    assert not ledger.extend(0, len(PROMPT), 4 * BLOCK)
+    assert ledger.own.used == 2
+    assert ledger.extend(0, len(PROMPT), 3 * BLOCK)
+    assert ledger.own.used == 3
+
+
+def test_tables_name_each_block_and_its_readers_in_the_order_of_tokens() -> None:
+    ledger = a_ledger()
+    ledger.seat(1, PROMPT, BLOCK + 1, compute=True)
+    ledger.seat(0, PROMPT, 1, compute=True)
+    ledger.seat(2, (), 1, compute=True)
+    assert ledger.widest() == (2, 2)
+    tables = empty_tables(4, 4, 2, 6, (2, 2))
+    ledger.write(tables, 0)
+    expected = {
+        "prompt_slot": [[1, 0], [1, 0], [-1, -1], [-1, -1]],
+        "prompt_filled": [BLOCK, 5, -1, -1],
+        "own_slot": [1, 1, 0, 2, -1, -1],
+        "own_start": [BLOCK + 5, 2 * BLOCK + 5, BLOCK + 5, 0, -1, -1],
+        "prompt_parts": [[1, 3], [0, 2], [-1, -1], [-1, -1]],
+        "own_parts": [[2, -1], [0, 1], [3, -1], [-1, -1]],
+    }
+    for name, value in expected.items():
+        np.testing.assert_array_equal(getattr(tables, name), value, err_msg=name)
+
+
+def test_every_data_shard_writes_its_own_part_of_the_tables() -> None:
+    ledger = Ledger(shards=2, readers=1, prompts=Pool((2,)), own=Pool((3,)))
+    ledger.seat(0, PROMPT, 1, compute=True)
+    tables = empty_tables(4, 4, 1, 6, (2, 1))
+    ledger.write(tables, 1)
+    assert np.asarray(tables.own_slot).tolist() == [-1, -1, -1, 0, -1, -1]
+    assert np.asarray(tables.prompt_parts).tolist() == [[-1, -1], [-1, -1], [0, 1], [-1, -1]]
