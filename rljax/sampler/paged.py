@@ -68,7 +68,7 @@ def paged_attention(mesh: Mesh, tables: Tables, position: Int[Array, " b"], orig
     """
     plan = jax.shard_map(_plan, mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)(tables, position, origin)
 
-    def attention(query: Array, fresh: KeyValue, cache: LayerCache | None) -> tuple[Array, LayerCache]:
+    def attention(query: Array, fresh: KeyValue, cache: LayerCache) -> tuple[Array, LayerCache]:
         specs = (PartitionSpec(DATA_AXES, None, "tensor"), _HEADS, _HEADS, _ROWS)
         out_specs = (specs[0], _HEADS)
         return jax.shard_map(_attend, mesh=mesh, in_specs=specs, out_specs=out_specs)(query, fresh, cache, plan)
