@@ -36,12 +36,13 @@ Say = Callable[[Request], Sequence[int]]
 
 
 class ScriptedEngine(Engine):
-    """Says what it is told to, so that a test knows every token; remembers what it was asked."""
+    """Says what it is told to, so that a test knows every token; remembers what it was asked, and how much at a time."""
 
-    def __init__(self, say: Say) -> None:
-        """Take the script."""
-        self._say = say
+    def __init__(self, say: Say, slots: int = 0) -> None:
+        """Take the script; without slots, nothing waits for them to fill."""
+        self._say, self.slots = say, slots
         self.asked: list[Request] = []
+        self.chunks: list[int] = []
         self._open: list[Request] = []
 
     @property
@@ -55,7 +56,8 @@ class ScriptedEngine(Engine):
         self._open += requests
 
     def step(self) -> None:
-        """Do nothing: everything is done in `poll`."""
+        """Note how many run; everything is done in `poll`."""
+        self.chunks.append(len(self._open))
 
     def poll(self) -> list[tuple[Any, Completion]]:
         """Answer every request; the log-probability of a token is minus a hundredth of its place."""
@@ -115,6 +117,16 @@ def rollouts(groups: Sequence[Group]) -> list[Rollout]:
 def letters(tokenizer: Tokenizer, text: str) -> list[int]:
     """Spell a text with one token per letter, which the encoder itself would not do for a word it knows."""
     return [token for character in text for token in tokenizer.encode(character)]
+
+
+def test_free_slots_wait_for_environments_that_are_about_to_fill_them(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rljax.rollouts.collector._FIRST_PATIENCE", 60.0)
+    engine = ScriptedEngine(lambda request: letters(tokenizer, "abc"), slots=2 * GENERATIONS)
+    with collecting(tokenizer, tmp_path, engine, "Letters") as collector:
+        collect(collector, 2)
+    assert engine.chunks == [2 * GENERATIONS]
 
 
 def test_groups_come_in_the_order_of_the_jobs(tokenizer: Tokenizer, tmp_path: Path) -> None:
