@@ -394,9 +394,10 @@ def test_closing_leaves_no_process_descriptor_thread_or_file(tmp_path: Path, mon
 
 
 DRIVER = """
-import os, sys
+import os, signal, sys
 from rljax.envs.pool import LocalPool
 from rljax.records import Task
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 with LocalPool("tests.envs.faulty:Faulty", {}, workers=2) as pool:
     for name, text in (("a", "spin"), ("b", "hang")):
         pool.reset(name, Task(name, ()), 0)

@@ -140,7 +140,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
 
 PROGRAM = """
 import logging, os, signal, sys, warnings
-logging.basicConfig()
+logging.basicConfig(); signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from rljax.telemetry.live import LiveView
 with LiveView(3, phase=lambda: "update") as view:
     view.write(1, {"reward/mean": 0.25})
