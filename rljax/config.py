@@ -136,8 +136,19 @@ class AlgorithmConfig(Section):
     """The policy gradient, as rows of advantage, surrogate, aggregation, KL and correction; formulas in docs/math.md."""
 
     preset: Literal[
-        *("none", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "gspo_token"),
-        *("cispo", "sapo", "maxrl", "gdpo"),
+        "none",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "dapo",
+        "gspo",
+        "gspo_token",
+        "cispo",
+        "sapo",
+        "maxrl",
+        "gdpo",
     ] = _option("none", "Named algorithm, which sets the defaults of this section; an option that is set wins.")
     num_generations: int = _option(8, "Rollouts per Task.", ge=2)
     advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo"] = _option(

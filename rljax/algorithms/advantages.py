@@ -118,7 +118,7 @@ def estimate_advantages(
     used = np.array(
         [reward is not None and outcomes[group].dropped is None for reward, group in zip(rewards, groups, strict=True)], bool
     )
-    chosen = np.flatnonzero(used)
+    chosen: list[int] = np.flatnonzero(used).tolist()
     own_lengths = np.ones(len(chosen), np.int64) if lengths is None else np.asarray(lengths, np.int64)[chosen]
     scored = Scored(
         np.array([rewards[index] for index in chosen], np.float64),
@@ -285,7 +285,7 @@ def _of_rollouts(scored: Scored, values: np.ndarray) -> Values:
     return values, values[scored.owners]
 
 
-def _named(parts: Sequence[Mapping[str, float]] | None, name: str, chosen: np.ndarray) -> np.ndarray:
+def _named(parts: Sequence[Mapping[str, float]] | None, name: str, chosen: Sequence[int]) -> np.ndarray:
     assert parts is not None, "reward_weights need the named rewards of each rollout"
     found = [parts[index] for index in chosen]
     for own in found:

@@ -267,7 +267,7 @@ def test_a_named_reward_without_variance_adds_nothing_and_a_missing_one_is_named
 
 
 def test_the_mean_reward_as_a_scale_needs_rewards_above_zero():
-    with pytest.raises(ValueError, match="one is -0.5"):
+    with pytest.raises(ValueError, match=r"one is -0\.5"):
         estimated("maxrl", [[1.0, -0.5]], [0, 0], [1, 1], parts={"right": [[0.0, 0.0]]})
 
 
