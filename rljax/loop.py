@@ -4,10 +4,10 @@ Owns the order of a run's stages. Refuses to own the stages themselves.
 
     prompts -> collect (sample and judge) -> advantages -> pack -> update x n -> publish -> log, save
        ^                                                                            |
-       +------------------------ version + n, position + batch ---------------------+
+       +------------------------ version + n, position + tasks ---------------------+
 
-State between two batches is (parameters, optimizer, step, position in the prompt stream); with the seed it decides
-everything that follows, so a checkpoint of exactly that continues bit for bit.
+State between two batches is (parameters, optimizer, a reference and its weight where they move, step, position in the
+prompt stream); with the seed it decides everything that follows, so a checkpoint of exactly that continues bit for bit.
 """
 
 import hashlib

@@ -136,7 +136,7 @@ def clip_loss(
     """Return -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A), and for A < 0 at most -epsilon_c * A.
 
     PPO's clipped objective (arXiv:1707.06347 eq. 7) with the two bounds apart (DAPO, arXiv:2503.14476 eq. 10) and the
-    dual clip (arXiv:1912.09729 eq. 5). Written as a selection, so that at a bound the gradient is the whole one and
+    dual clip (arXiv:1912.09729). Written as a selection, so that at a bound the gradient is the whole one and
     not the half that `minimum` gives at a tie.
     """
     low, high = 1.0 - config.epsilon, 1.0 + config.epsilon_high

@@ -42,7 +42,7 @@ def first_reference(params: Params, config: AlgorithmConfig) -> tuple[Params | N
 def next_reference(reference: Params | None, params: Params, updates: Int[Array, ""], config: AlgorithmConfig) -> Params | None:
     """Return the reference policy after an update: every `reference_sync_steps`, (1 - alpha) * reference + alpha * params.
 
-    alpha = 1 refreshes it; a small alpha at every step is an exponential average (TR-DPO, arXiv:2404.09656, eq. 1 and 2).
+    alpha = 1 refreshes it; a small alpha at every step is an exponential average (TR-DPO, arXiv:2404.09656).
     """
     if reference is None:
         return None

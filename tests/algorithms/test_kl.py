@@ -79,6 +79,12 @@ def test_the_expected_gradient_is_the_gradient_of_the_kl(name):
     np.testing.assert_allclose(jax.grad(lambda z: expected(name, own, z))(LOGITS), jax.grad(exact_kl)(LOGITS), atol=1e-6)
 
 
+def test_the_expected_gradient_of_plain_k3_is_that_of_the_reverse_divergence():
+    own = jax.lax.stop_gradient(jax.nn.softmax(LOGITS))
+    reverse = jax.grad(lambda z: jnp.sum(REF * (jnp.log(REF) - jax.nn.log_softmax(z))))(LOGITS)
+    np.testing.assert_allclose(jax.grad(lambda z: expected("k3", own, z))(LOGITS), reverse, atol=1e-6)
+
+
 def test_with_the_ratio_it_is_so_for_tokens_of_another_policy_too():
     other = jnp.array([0.6, 0.3, 0.1])
     value, gradient = jax.value_and_grad(lambda z: expected("k3-ratio", other, z))(LOGITS)
