@@ -40,7 +40,7 @@ def slots_of(batch: Batch, rows: np.ndarray) -> Any:
     rollouts = [rollout for group in some_groups(LENGTHS) for rollout in group.rollouts]
     out = np.full(batch.mask.shape, np.nan, np.float32)
     for number, rollout in enumerate(rollouts):
-        out[batch.rollout == number] = rows[number, np.flatnonzero(rollout.mask) - 1]
+        out[batch.mask & (batch.rollout == number)] = rows[number, np.flatnonzero(rollout.mask) - 1]
     return jnp.array(out)
 
 
