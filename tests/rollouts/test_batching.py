@@ -235,7 +235,10 @@ def test_what_is_too_far_from_the_sampler_leaves_the_loss_and_its_denominators(l
     revised = revise(prepared, [ONE, TWO], config, prox, None, 0.0)
     first, second = revised.batches
     assert sorted(set(first.rollout[first.mask].tolist())) == [index for index in range(4) if index not in gone]
-    assert first.weight.sum() == pytest.approx(1.0)
+    remaining = sum([2, 3, 4, 5][index] for index in range(4) if index not in gone)
+    assert first.mask.sum() == remaining
+    assert first.weight[first.mask].tolist() == pytest.approx([1 / remaining] * remaining)
+    assert first.weight[~first.mask].tolist() == [0.0] * int((~first.mask).sum())
     assert (second.mask == prepared.batches[1].mask).all()
     assert revised.rejected_fraction == pytest.approx(sum([2, 3, 4, 5][index] for index in gone) / 28)
     assert of(first, "advantage", 0) == [1.5, 1.5], "the rewards stay in the statistics"
