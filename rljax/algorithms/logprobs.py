@@ -21,6 +21,7 @@ class _Settings(NamedTuple):
     temperature: float
     valid_vocab: int
     chunk: int
+    entropy_gradient: bool
 
 
 def token_logprobs(
@@ -32,6 +33,7 @@ def token_logprobs(
     valid_vocab: int | None = None,
     chunk: int,
     length: Int[Array, ""] | int | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
     """Return the log-probability of each target and the entropy of its distribution, both float32, in nats.
 
@@ -41,8 +43,8 @@ def token_logprobs(
 
     `chunk` positions of every row are worked on at a time, so that memory is b * chunk * v floats; the backward pass
     computes the logits again. Chunks that start at or after `length` (a device value, the same on all devices) are
-    skipped: their outputs are 0 and they give no gradient. Gradients flow to `hidden` and `head` through logp alone;
-    the entropy is a measurement. Targets must lie in [0, valid_vocab).
+    skipped: their outputs are 0 and they give no gradient. Gradients flow to `hidden` and `head` through logp, and
+    through the entropy only with `entropy_gradient`; else it is a measurement. Targets must lie in [0, valid_vocab).
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probabilities need a temperature above 0")
@@ -52,7 +54,7 @@ def token_logprobs(
     count = -(-positions // chunk)
     size = -(-positions // count)
     padding = count * size - positions
-    settings = _Settings(temperature, head.shape[0] if valid_vocab is None else valid_vocab, size)
+    settings = _Settings(temperature, head.shape[0] if valid_vocab is None else valid_vocab, size, entropy_gradient)
     logp, entropy = _chunked(
         settings,
         jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))),
@@ -94,15 +96,15 @@ def _chunked_forward(
         return tuple(_put(out, part, index, settings) for out, part in zip(outputs, parts, strict=True))
 
     logp, entropy, log_total = jax.lax.fori_loop(0, _chunks(settings, targets, length), body, (empty, empty, empty))
-    return (logp, entropy), (hidden, head, targets, length, log_total)
+    return (logp, entropy), (hidden, head, targets, length, log_total, entropy)
 
 
 def _chunked_backward(
     settings: _Settings, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, None]:
-    hidden, head, targets, length, log_total = residuals
+    hidden, head, targets, length, log_total, entropy = residuals
     compute_head = _compute_head(head, hidden)
-    scaled = cotangents[0] / settings.temperature  # the entropy's cotangent is ignored: it is a measurement
+    scaled, of_entropy = (cotangent / settings.temperature for cotangent in cotangents)
 
     def body(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         d_hidden, d_head = gradients
@@ -111,6 +113,11 @@ def _chunked_backward(
         probability = jnp.exp(logits - _take(log_total, index, settings)[..., None])
         chosen = _is_target(_take(targets, index, settings), head.shape[0])
         d_logits = _take(scaled, index, settings)[..., None] * (chosen - probability)
+        if settings.entropy_gradient:
+            # d entropy / d z = -p (log p + entropy); 0 where p is 0, as 0 log 0 is.
+            log_p = jnp.where(probability > 0, logits - _take(log_total, index, settings)[..., None], 0.0)
+            surprise = probability * (log_p + _take(entropy, index, settings)[..., None])
+            d_logits -= _take(of_entropy, index, settings)[..., None] * surprise
         # In the compute dtype, so that both products have operands of one dtype and use its fast kernels.
         d_logits = d_logits.astype(hidden.dtype)
         d_rows = product(d_logits, compute_head).astype(hidden.dtype)

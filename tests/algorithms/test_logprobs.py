@@ -66,6 +66,26 @@ def test_gradients_are_those_of_the_whole_logits(chunk, valid_vocab):
         np.testing.assert_allclose(left, right, rtol=FLOAT32, atol=FLOAT32)
 
 
+@pytest.mark.parametrize(("chunk", "valid_vocab"), [(4, V - 5), (10, None)])
+def test_on_request_the_entropy_has_the_gradient_of_the_whole_logits(chunk, valid_vocab):
+    hidden, head, targets = inputs()
+    weights, bonus = jnp.asarray(np.random.default_rng(1).normal(size=(2, B, S)), jnp.float32)
+
+    def loss(h, w):
+        options = {"temperature": 0.7, "valid_vocab": valid_vocab, "chunk": chunk, "entropy_gradient": True}
+        logp, entropy = token_logprobs(h, w, targets, **options)
+        return jnp.sum(weights * logp + bonus * entropy)
+
+    def whole(h, w):
+        log_p = jax.nn.log_softmax(jnp.einsum("bsd,vd->bsv", h, w[:valid_vocab]) / 0.7)
+        chosen = jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+        return jnp.sum(weights * chosen - bonus * jnp.sum(jnp.exp(log_p) * log_p, -1))
+
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(hidden, head) for f in (loss, whole))
+    for left, right in zip(got, want, strict=True):
+        np.testing.assert_allclose(left, right, rtol=FLOAT32, atol=FLOAT32)
+
+
 def test_bfloat16_hidden_states_give_float32_results_and_a_float32_head_gradient():
     hidden, head, targets = inputs(jnp.bfloat16, s=16)
     weights = jnp.ones(targets.shape)

@@ -10,7 +10,7 @@ from rljax.config import OptimizerConfig
 from rljax.learner.optimizer import Optimizer
 from rljax.learner.state import abstract_state, decays, learner_params
 from rljax.pytree import leaf_names
-from tests.tiny_model import ARCH, first_state, host_params, learner_of, mesh_of
+from tests.tiny_model import ARCH, config_of, first_state, host_params, learner_of, mesh_of
 
 VECTORS = {"final_norm", "layers.attn_norm", "layers.mlp_norm"}
 
@@ -36,7 +36,7 @@ def test_each_moment_lies_like_its_parameter() -> None:
 
 def test_moments_are_float32_whatever_the_parameters_are() -> None:
     optimizer = Optimizer(OptimizerConfig(), lambda _: decays(ARCH))
-    state = abstract_state(ARCH, mesh_of("one"), "bfloat16", optimizer)
+    state = abstract_state(ARCH, mesh_of("one"), config_of(model={"param_dtype": "bfloat16"}), optimizer)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.optimizer.moments[0].mu)} == {"float32"}
     assert jax.tree.leaves(learner_params(ARCH, mesh_of("one"), "float32"))[0].dtype == jnp.float32
