@@ -18,8 +18,8 @@ from rljax.checkpoint import save_params
 from rljax.convert import Checkpoint, convert, read_arch, read_checkpoint, source_kind
 from rljax.data.tokenizer import Tokenizer
 from rljax.manifest import StorageError
-from rljax.models import hf
 from rljax.models.decoder import abstract_params
+from rljax.models.shards import read_header
 from tests.models.gguf_files import metadata, write_gguf
 from tests.models.oracle import load_hf, make_llama, save_llama, tokenizer_files
 
@@ -48,6 +48,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_a_round_trip_returns_the_same_bits_and_files(source: Path, tmp_path: Path) -> None:
     there = convert(source, tmp_path / "für alle" / "my model")
     back = convert(there.target, tmp_path / "back")
@@ -57,7 +61,8 @@ def test_a_round_trip_returns_the_same_bits_and_files(source: Path, tmp_path: Pa
     assert tensors(tmp_path / "back") == tensors(source)
     for name in tokenizer_files():
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "für alle"]
+    assert names(tmp_path) == ["back", "back.conversion.json", "für alle"]
+    assert names(tmp_path / "für alle") == ["my model", "my model.conversion.json"]
     assert (
         there.num_bytes
         == 4 * there.num_params
@@ -69,6 +74,8 @@ def test_the_plan_is_one_to_one(source: Path, tmp_path: Path) -> None:
     for to in ("orbax", "hf"):
         plan = convert(source, tmp_path / "out", to=to, dry_run=True).plan
         assert len({row.source for row in plan}) == len({row.target for row in plan}) == len(plan) == 21
+        assert {row.dtype for row in plan} == {"float32"}
+        assert {row.transform for row in plan if "k_proj" in row.source} == {"key"}
     assert not (tmp_path / "out").exists()
 
 
@@ -127,7 +134,7 @@ def test_an_existing_target_is_kept_unless_told(source: Path, tmp_path: Path) ->
     convert(source, tmp_path / "out", overwrite=True)
     assert source_kind(tmp_path / "out") == "orbax"
     assert not (tmp_path / "out" / "config.json").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert names(tmp_path) == ["out", "out.conversion.json"]
 
 
 def test_a_target_that_is_something_else_is_never_replaced(source: Path, tmp_path: Path) -> None:
@@ -158,31 +165,33 @@ def test_an_interrupted_conversion_leaves_what_was_there(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(MODULE, "_verify", interrupted)
+    monkeypatch.setattr(MODULE, "compare_bits", interrupted)
     for target in ("out", "new"):
         with pytest.raises(KeyboardInterrupt):
             convert(source, tmp_path / target, to=to, overwrite=True)
     assert contents(tmp_path / "out") == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert names(tmp_path) == ["out", "out.conversion.json"]
 
 
 @pytest.mark.parametrize("to", ["orbax", "hf"])
 def test_a_changed_bit_in_what_was_written_is_noticed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
 ) -> None:
-    def flip(params: Any) -> Any:
-        params["layers"]["down"][1, 2, 3] = np.nextafter(params["layers"]["down"][1, 2, 3], 9, dtype=np.float32)
-        return params
+    original = MODULE.write_model
 
-    original = {"hf": hf.write_hf, "orbax": save_params}[to]
+    def write(folder: Path, *rest: Any) -> Any:
+        notices = original(folder, *rest)
+        if to == "orbax":
+            path, place = folder / "params" / "layers.down" / "1.0.0", -1
+        else:
+            entry = read_header(folder / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+            path, place = entry.file, entry.offset + 5
+        raw = bytearray(path.read_bytes())
+        raw[place] ^= 1
+        path.write_bytes(raw)
+        return notices
 
-    def write(folder: Path, *rest: Any, **options: Any) -> None:
-        index = 1 if to == "hf" else 0
-        copied = jax.tree.map(np.array, rest[index])
-        wrong = flip(copied) if to == "hf" else jax.tree.map(jax.numpy.asarray, flip(copied))
-        original(folder, *rest[:index], wrong, *rest[index + 1 :], **options)
-
-    monkeypatch.setattr(MODULE, original.__name__, write)
+    monkeypatch.setattr(MODULE, "write_model", write)
     with pytest.raises(StorageError, match=r"model\.layers\.1\.mlp\.down_proj\.weight reads back"):
         convert(source, tmp_path / "out", to=to)
     assert not list(tmp_path.iterdir())
