@@ -72,6 +72,7 @@ def describe(leaves: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> dict[str
     for name, leaf in leaves.items():
         facts[name] = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
         if is_key(leaf):
+            assert isinstance(leaf, jax.Array), f"the generator of {name} is not known from its shape"
             facts[name]["generator"] = str(jax.random.key_impl(leaf))
     return facts
 

@@ -25,8 +25,8 @@ import numpy as np
 import tensorstore
 
 _LIST = "_METADATA"
-_CHUNK_BYTES = 2 << 20  # cut further only above this: smaller reads cost more than they save
-_MOST_CUTS = 16  # along one dim
+_CHUNK_BYTES = 1 << 20  # cut further only above this: smaller reads cost more than they save
+_MOST_CUTS = 32  # along one dim
 _INDEX_ENTRY = 16  # bytes: offset and length of a chunk
 
 
@@ -107,13 +107,13 @@ def write_slice(folder: Path, name: str, spec: ArraySpec, layer: int | None, val
     length = block.nbytes // count
     index = np.empty((count, 2), "<u8")
     index[:, 0], index[:, 1] = index.nbytes + np.arange(count) * length, length
-    digest = hashlib.sha256(index)
+    digest = hashlib.sha256(index.data)
     descriptor = os.open(folder / path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         _write_all(descriptor, index)
         for place in _chunks(spec):
             chunk = np.ascontiguousarray(block[place]).reshape(-1).view(np.uint8)
-            digest.update(chunk)
+            digest.update(chunk.data)
             _write_all(descriptor, chunk)
         os.fsync(descriptor)
     finally:
@@ -184,6 +184,6 @@ def _chunks(spec: ArraySpec) -> Iterator[tuple[slice, ...]]:
 
 
 def _write_all(descriptor: int, values: np.ndarray) -> None:
-    left = memoryview(values.reshape(-1).view(np.uint8))
+    left = values.reshape(-1).view(np.uint8).data
     while left:
         left = left[os.write(descriptor, left) :]

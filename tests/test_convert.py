@@ -14,10 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
-from rljax.checkpoint import save_params
+from rljax import manifest, zarr
+from rljax.checkpoint import load_files, save_params
+from rljax.conversion.proof import compare_logits
 from rljax.convert import Checkpoint, convert, read_arch, read_checkpoint, source_kind
 from rljax.data.tokenizer import Tokenizer
-from rljax.manifest import StorageError
+from rljax.manifest import StorageError, read_manifest
+from rljax.models import layout
 from rljax.models.decoder import abstract_params
 from rljax.models.shards import read_header
 from tests.models.gguf_files import metadata, write_gguf
@@ -275,3 +278,128 @@ def test_an_export_of_a_mixed_checkpoint_is_wide(checkpoint: Path, tmp_path: Pat
     params["embed"] = params["embed"].astype("bfloat16")
     save_params(tmp_path / "mixed", params, {"arch.json": arch.to_json().encode(), **tokenizer_files()})
     assert convert(tmp_path / "mixed", tmp_path / "out").dtype == "float32"
+
+
+def test_the_report_lies_beside_the_checkpoint(source: Path, tmp_path: Path) -> None:
+    report = convert(source, tmp_path / "out")
+    told = json.loads((tmp_path / "out.conversion.json").read_text(encoding="utf-8"))
+    assert (told["verified"], told["logits"]["max_abs_difference"], told["logits"]["top1_agreement"]) == (True, 0.0, 1.0)
+    assert len(told["plan"]) == len(report.plan)
+    assert told["arch"]["rope"]["theta"] == report.arch.rope.theta
+    assert (told["source"], told["num_bytes"]) == (str(source), report.num_bytes)
+
+
+def test_logits_tell_how_much_a_narrower_type_costs(source: Path, tmp_path: Path) -> None:
+    found = convert(source, tmp_path / "narrow", dtype="bfloat16").logits
+    again = convert(tmp_path / "narrow", tmp_path / "back").logits
+    assert found is not None
+    assert again is not None
+    assert found.source_dtype == "float32"
+    assert 1e-3 < found.max_abs_difference < 1.0  # eight bits of mantissa, logits of about 10
+    assert (again.source_dtype, again.max_abs_difference) == ("bfloat16", 0.0)
+
+
+def test_other_weights_compute_other_logits(source: Path, checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "other")
+    weights = {name: value.copy() for name, value in load_file(source / "model.safetensors").items()}
+    weights["model.layers.1.mlp.up_proj.weight"] *= np.float32(1.01)
+    save_file(weights, tmp_path / "other" / "model.safetensors")
+    assert compare_logits("hf", source, "orbax", checkpoint, "float32").max_abs_difference == 0
+    with pytest.raises(StorageError, match="computes other logits"):
+        compare_logits("hf", tmp_path / "other", "orbax", checkpoint, "float32")
+
+
+@pytest.mark.parametrize(("verify", "bits", "logits"), [("none", False, False), ("bits", True, False), ("logits", True, True)])
+def test_what_is_proved_can_be_chosen(source: Path, tmp_path: Path, verify: Any, bits: bool, logits: bool) -> None:
+    report = convert(source, tmp_path / "out", verify=verify)
+    assert (report.verified, report.logits is not None) == (bits, logits)
+
+
+def test_a_model_that_is_too_large_to_run_is_still_compared_bit_by_bit(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "LOGITS_BELOW", 1000)
+    report = convert(source, tmp_path / "out")
+    assert (report.verified, report.logits) == (True, None)
+    assert any("logits were not compared" in notice for notice in report.notices)
+
+
+def test_all_bits_survive_when_tensors_come_a_few_rows_at_a_time(
+    source: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "model.gguf", make_llama().state_dict(), metadata())
+    monkeypatch.setattr(layout, "_TILE_BYTES", 700)  # two or three rows
+    monkeypatch.setattr(zarr, "_CHUNK_BYTES", 500)
+    wanted = load_hf(source)[1]
+    for name, model in (("hf", source), ("gguf", tmp_path / "model.gguf"), ("rljax", checkpoint)):
+        convert(model, tmp_path / name, to="orbax", dtype="float32")
+        ours = read_checkpoint(tmp_path / name).params
+        assert jax.tree.all(jax.tree.map(lambda one, other: np.array_equal(one, other), ours, wanted)), name
+    convert(tmp_path / "hf", tmp_path / "back")
+    assert tensors(tmp_path / "back") == tensors(source)
+
+
+def test_a_checkpoint_can_be_copied_in_another_type(checkpoint: Path, tmp_path: Path) -> None:
+    report = convert(checkpoint, tmp_path / "narrow", to="orbax", dtype="bfloat16")
+    assert (report.kind, report.to) == ("orbax", "orbax")
+    ours = read_checkpoint(tmp_path / "narrow", dtype="bfloat16").params
+    theirs = read_checkpoint(checkpoint, dtype="bfloat16").params
+    assert jax.tree.all(jax.tree.map(lambda one, other: np.array_equal(one, other), ours, theirs))
+
+
+def test_what_training_saved_is_exported_and_copied(checkpoint: Path, source: Path, tmp_path: Path) -> None:
+    files = {**load_files(checkpoint), "arch.json": read_arch(checkpoint).to_json().encode()}
+    save_params(tmp_path / "trained", read_checkpoint(checkpoint).params, files)
+    convert(tmp_path / "trained", tmp_path / "exported")
+    convert(tmp_path / "trained", tmp_path / "copied", to="orbax")
+    convert(tmp_path / "copied", tmp_path / "exported again")
+    assert tensors(tmp_path / "exported") == tensors(tmp_path / "exported again") == tensors(source)
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "newer")
+    body = read_manifest(checkpoint)
+    (tmp_path / "newer" / "manifest.json").write_bytes(manifest._render({**body, "format": manifest.FORMAT + 1}))
+    with pytest.raises(ValueError, match="a newer rljax wrote it, so update rljax"):
+        convert(tmp_path / "newer", tmp_path / "out")
+
+
+def test_further_chat_templates_travel(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "model")
+    templates = tmp_path / "model" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ messages }} ü", encoding="utf-8")
+    convert(tmp_path / "model", tmp_path / "there")
+    convert(tmp_path / "there", tmp_path / "back")
+    back = tmp_path / "back" / "additional_chat_templates"
+    assert contents(back) == contents(templates)
+    assert names(tmp_path / "back") == names(tmp_path / "model")
+
+
+def test_unused_rows_of_the_embedding_are_told(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_bytes(tokenizer_files(90)["tokenizer.json"])
+    report = convert(tmp_path / "model", tmp_path / "out", dry_run=True)
+    assert report.notices == ("the last 7 rows of the embedding belong to no token",)
+
+
+def test_another_architecture_is_refused(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"]}))
+    with pytest.raises(ValueError, match="BertModel"):
+        convert(tmp_path / "model", tmp_path / "out")
+
+
+def test_arrays_that_were_never_committed_are_no_model(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "saving-00000030.1").mkdir()
+    shutil.copytree(checkpoint / "params", tmp_path / "saving-00000030.1" / "arrays")
+    with pytest.raises(ValueError, match="never committed"):
+        convert(tmp_path / "saving-00000030.1", tmp_path / "out")
+    (tmp_path / "saving-00000030.1" / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match="step of a run"):
+        convert(tmp_path / "saving-00000030.1", tmp_path / "out")
+    shutil.copytree(checkpoint, tmp_path / "torn")
+    (tmp_path / "torn" / "manifest.json").unlink()
+    with pytest.raises(StorageError, match=r"manifest\.json cannot be read"):
+        convert(tmp_path / "torn", tmp_path / "out")

@@ -64,8 +64,8 @@ def open_gguf(path: Path) -> Outside:
         raise ValueError(f"{path}: not a complete GGUF file ({type(err).__name__}: {err}); download it again") from err
     stored = {tensor.name: tensor for tensor in reader.tensors}
     if len(stored) != len(reader.tensors):
-        names = [tensor.name for tensor in reader.tensors]
-        twice = next(name for name in names if names.count(name) > 1)
+        listed = [tensor.name for tensor in reader.tensors]
+        twice = next(name for name in listed if listed.count(name) > 1)
         raise ValueError(f"{path}: {twice} is stored twice; download it again")
     convertible = tuple(
         sorted({tensor.tensor_type.name for tensor in reader.tensors if _dequantizes(gguf, tensor.tensor_type)})

@@ -365,10 +365,11 @@ def _same_rows(rows: Callable[[str, int, int], np.ndarray], shape: tuple[int, ..
     """Say whether the stored head is the embedding, a few rows at a time."""
     step = max(1, (4 << 20) // (4 * shape[1]))
     wide = np.dtype(np.float32)
-    return all(
-        np.array_equal(*(cast(rows(name, first, min(first + step, shape[0])), wide) for name in (HEAD, EMBED)))
-        for first in range(0, shape[0], step)
-    )
+
+    def part(name: str, first: int) -> np.ndarray:
+        return cast(rows(name, first, min(first + step, shape[0])), wide)
+
+    return all(np.array_equal(part(HEAD, first), part(EMBED, first)) for first in range(0, shape[0], step))
 
 
 def _carried(directory: Path, config: Mapping[str, Any]) -> dict[str, bytes]:

@@ -87,7 +87,7 @@ def read_rows(entry: Entry, first: int, last: int) -> np.ndarray:
     values = np.empty(shape if entry.shape else (), dtype)
     descriptor = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        left, offset = memoryview(values.reshape(-1).view(np.uint8)), entry.offset + first * row
+        left, offset = values.reshape(-1).view(np.uint8).data, entry.offset + first * row
         while left:
             got = os.preadv(descriptor, [left], offset)
             if not got:
@@ -130,7 +130,7 @@ def write_rows(entry: Entry, first: int, values: np.ndarray) -> None:
     """
     assert values.dtype == DTYPES[entry.dtype]
     assert values.flags.c_contiguous
-    left = memoryview(values.reshape(-1).view(np.uint8))
+    left = values.reshape(-1).view(np.uint8).data
     offset = entry.offset + first * math.prod(entry.shape[1:]) * values.itemsize
     descriptor = os.open(entry.file, os.O_WRONLY | os.O_CLOEXEC)
     try:

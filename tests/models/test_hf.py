@@ -269,7 +269,7 @@ def test_a_cut_or_padded_file_is_refused(tiny: Path, tmp_path: Path, content: Ca
 def store_twice(folder: Path, index: dict[str, Any]) -> None:
     first, second = sorted(set(index["weight_map"].values()))[:2]
     tensors = load_file(folder / second)
-    tensors.update({name: value for name, value in list(load_file(folder / first).items())[:1]})
+    tensors.update(dict(list(load_file(folder / first).items())[:1]))
     save_file(tensors, folder / second)
 
 

@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rljax.conversion.write import layer_bytes
 from rljax.models import shards
@@ -32,6 +31,7 @@ from rljax.models.hf import config_from_arch
 from rljax.models.layout import slots
 from tools.make_tiny_checkpoint import VOCAB_SIZE, tokenizer_files
 
+ROOT = Path(__file__).resolve().parents[2]
 DTYPE = "bfloat16"
 SHARD_BYTES = 5_000_000_000
 
