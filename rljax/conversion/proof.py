@@ -84,7 +84,8 @@ def compare_bits(source: Outside, target: Outside, dtype: np.dtype) -> None:
                 if found.dtype != dtype or not np.array_equal(wanted.view(bits), found.view(bits)):
                     raise StorageError(f"{slot.name} reads back with other values; check the storage and convert again")
 
-    in_parallel(compare, slices(source.arch), lambda piece: piece.size * dtype.itemsize, layer_bytes(source.arch, dtype))
+    # Twice the slice: it may be held on both sides.
+    in_parallel(compare, slices(source.arch), lambda piece: piece.size * dtype.itemsize * 2, layer_bytes(source.arch, dtype))
 
 
 def compare_logits(kind: Kind, source: Path, to: Kind, target: Path, dtype: str) -> LogitComparison:

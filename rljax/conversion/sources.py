@@ -127,6 +127,8 @@ def _open_checkpoint(source: Path) -> Outside:
             held.array = held.place = None  # let go of the one before it first
             held.array, held.place = arrays.read(piece.target, piece.layer), (piece.target, piece.layer)
         part = TRANSFORMS[slot.part](held.array)
+        if slot is piece.slots[-1] and last == slot.shape[0]:
+            held.array = held.place = None  # nothing more will be asked of it
         scale = slot.shape[0] // part.shape[0]
         assert (first % scale, last % scale) == (0, 0)
         part = part[first // scale : last // scale]

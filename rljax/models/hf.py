@@ -191,8 +191,8 @@ def write_hf(directory: Path, model: Outside, dtype: str, shard_size: int) -> li
         return _write_slice(piece, model, places, np.dtype(dtype))
 
     pieces = slices(model.arch)
-    limit = max(piece.size for piece in pieces) * 2 * np.dtype(np.float32).itemsize
-    notices = in_parallel(write, pieces, lambda piece: piece.size * 2 * np.dtype(np.float32).itemsize, limit)
+    # A source that is a checkpoint of rljax holds the slice, and its reader a copy for a moment.
+    notices = in_parallel(write, pieces, lambda piece: piece.size, max(piece.size for piece in pieces))
     if len(parts) > 1:
         weight_map = {name: entry.file.name for name, entry in places.items()}
         _write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
