@@ -2,23 +2,39 @@
 
 Owns the translation of config.json into an `Arch` and back, reading single and sharded safetensors, and writing them.
 Everything is strict: whatever would make the converted model another model than the source is an error that names the
-file, the key or the tensor, before anything is written. Refuses to own the checkpoint format of rljax and atomic writing.
+file, the key or the tensor, before anything is written. Refuses to own the safetensors format (`shards.py`), 8-bit weights
+(`fp8.py`), the checkpoint format of rljax and atomic writing.
 """
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from rljax.models import shards
 from rljax.models.arch import Arch, Rope
-from rljax.models.layout import EMBED, HEAD, Origin, Outside, mismatches, refuse, slots, view
-from rljax.pytree import Params
+from rljax.models.fp8 import split_scales
+from rljax.models.layout import (
+    EMBED,
+    HEAD,
+    Origin,
+    Outside,
+    Slice,
+    all_finite,
+    cast,
+    mismatches,
+    not_finite,
+    refuse,
+    slices,
+    slots,
+    tiles,
+)
+from rljax.parallel import in_parallel
 
 DEFAULT_ROPE_THETA = 10_000.0
 """What the Llama family means by a configuration without `rope_theta` (arXiv:2104.09864, section 3.3)."""
@@ -38,12 +54,13 @@ CARRIED_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-"""Files that travel with a model unchanged, byte for byte."""
+"""Files that travel with a model unchanged, byte for byte; further chat templates do too."""
 
 # Buffers that old versions stored next to the weights; they follow from the configuration.
 _HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TEMPLATES = "additional_chat_templates"
 
 # Keys that would change the computation with any value but these; an empty tuple allows only null.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -121,62 +138,84 @@ def open_hf(directory: Path) -> Outside:
     if not where.exists():
         raise ValueError(f"{where} does not exist; give the folder of a Hugging Face model")
     config = read_json(where)
-    arch, notices = arch_from_config(config, str(where))
-    handles: dict[Path, Any] = {path: _open_file(path) for path in _weight_files(directory)}
-    found = {
-        name: Origin(path, name, tuple(handle.get_slice(name).get_shape()), handle.get_slice(name).get_dtype())
-        for path, handle in handles.items()
-        for name in sorted(handle.keys())
-    }
+    found = _entries(directory)
+    plain, found, scales, scaled = split_scales(config, found, str(where))
+    arch, notices = arch_from_config(plain, str(where))
+    notices += scaled
     if dropped := [name for name in found if _HARMLESS.fullmatch(name)]:
         notices.append(f"left out {len(dropped)} stored rotary tables ({dropped[0]}, ...): they follow from config.json")
-    found = {name: origin for name, origin in found.items() if name not in dropped}
+    found = {name: entry for name, entry in found.items() if name not in dropped}
+    origins = {name: Origin(entry.file, name, entry.shape, entry.dtype) for name, entry in found.items()}
 
-    def read(name: str) -> np.ndarray:
-        return handles[found[name].file].get_tensor(name)
+    def rows(name: str, first: int, last: int) -> np.ndarray:
+        values = shards.read_rows(found[name], first, last)
+        return scales[name].apply(values, first) if name in scales else values
 
     # Shapes and types first, with the head that is stored: comparing it with the embedding would fail obscurely.
     stored = arch if HEAD not in found else dataclasses.replace(arch, tie_embeddings=False)
-    refuse(directory, mismatches(slots(stored), found, FLOATING), "download the checkpoint again, or correct config.json")
+    readable = (*FLOATING, *({found[name].dtype for name in scales}))
+    refuse(directory, mismatches(slots(stored), origins, readable), "download the checkpoint again, or correct config.json")
     if arch.tie_embeddings and HEAD in found:
-        if _same_values(read(HEAD), read(EMBED)):
-            del found[HEAD]
+        if _same_rows(rows, found[HEAD].shape):
+            del origins[HEAD]
         else:
             arch = stored
             notices.append(f"{HEAD} differs from {EMBED} although tie_word_embeddings is true; converted as an untied model")
-    if (directory / "additional_chat_templates").exists():
-        notices.append("left out additional_chat_templates: only the default chat template travels with a checkpoint")
-    return Outside(arch, found, read, _carried(directory, config), tuple(notices))
+    return Outside(arch, origins, rows, _carried(directory, config), tuple(notices))
 
 
-def write_hf(directory: Path, arch: Arch, params: Params, files: Mapping[str, bytes], dtype: str, shard_size: int) -> None:
-    """Write a Hugging Face model folder into `directory`, which exists and is empty.
+def write_hf(directory: Path, model: Outside, dtype: str, shard_size: int) -> list[str]:
+    """Write a Hugging Face model folder into `directory`, which exists and is empty; a few rows are held at a time.
 
     One model.safetensors if it has at most `shard_size` bytes, else shards of at most that (a larger tensor gets its own)
-    and their index. `files` are written as they are.
+    and their index.
+
+    Returns:
+        One notice per tensor that holds NaN or infinity.
     """
-    shards: list[list[Any]] = [[]]
+    parts: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     filled, total, item = 0, 0, np.dtype(dtype).itemsize
-    for slot in slots(arch):
-        size = int(np.prod(slot.shape)) * item
-        if shards[-1] and filled + size > shard_size:
-            shards.append([])
+    for slot in slots(model.arch):
+        size = math.prod(slot.shape) * item
+        if parts[-1] and filled + size > shard_size:
+            parts.append([])
             filled = 0
-        shards[-1].append(slot)
+        parts[-1].append((slot.name, slot.shape))
         filled, total = filled + size, total + size
-    weight_map = {}
-    for number, members in enumerate(shards, 1):
-        name = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {slot.name: np.ascontiguousarray(view(params, slot).reshape(slot.shape), dtype) for slot in members}
-        save_file(tensors, directory / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
-        (directory / name).chmod(directory.stat().st_mode & 0o666)  # it is made readable to its owner alone
-    if len(shards) > 1:
+    places: dict[str, shards.Entry] = {}
+    for number, members in enumerate(parts, 1):
+        name = _SINGLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        places |= shards.create(directory / name, members, dtype)
+
+    def write(piece: Slice) -> list[str]:
+        return _write_slice(piece, model, places, np.dtype(dtype))
+
+    pieces = slices(model.arch)
+    # A source that is a checkpoint of rljax holds the slice, and its reader a copy for a moment.
+    notices = in_parallel(write, pieces, lambda piece: piece.size, max(piece.size for piece in pieces))
+    if len(parts) > 1:
+        weight_map = {name: entry.file.name for name, entry in places.items()}
         _write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    token_ids = json.loads(files.get("generation_config.json", b"{}"))
-    _write_json(directory / "config.json", config_from_arch(arch, dtype, token_ids))
-    for name, content in files.items():
+    token_ids = json.loads(model.files.get("generation_config.json", b"{}"))
+    _write_json(directory / "config.json", config_from_arch(model.arch, dtype, token_ids))
+    for name, content in model.files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(content)
+    return [notice for found in notices for notice in found]
+
+
+def _write_slice(piece: Slice, model: Outside, places: Mapping[str, shards.Entry], dtype: np.dtype) -> list[str]:
+    """Write the tensors of one slice; they lie next to each other where the source is a checkpoint of rljax."""
+    shape = np.broadcast_to(np.empty((), dtype), piece.shape)  # takes no memory: only its views' shapes are used
+    notices = []
+    for slot in piece.slots:
+        finite = True
+        for first, last, _ in tiles(shape, slot):
+            values = cast(model.rows(slot.name, first, last), dtype)
+            finite = finite and all_finite(values)
+            shards.write_rows(places[slot.name], first, values)
+        notices += [] if finite else [not_finite(model.origins[slot.name])]
+    return notices
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -288,13 +327,13 @@ def _rope(config: Mapping[str, Any], max_position: int, where: str) -> tuple[Rop
     return Rope(kind=kind, **numbers, **({} if original is None else {"original_max_position": int(original)})), notices
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files, after checking that the index and the files agree."""
+def _entries(directory: Path) -> dict[str, shards.Entry]:
+    """Return every stored tensor, after checking that the index and the files agree."""
     single, index = directory / _SINGLE, directory / _INDEX
     if single.exists() and index.exists():
         raise ValueError(f"{directory}: has both {_SINGLE} and {_INDEX}; remove the one that does not belong")
     if single.exists():
-        return [single]
+        return shards.read_header(single)
     if not index.exists():
         raise ValueError(
             f"{directory}: has neither {_SINGLE} nor {_INDEX}; other weight formats must be saved as safetensors first"
@@ -307,30 +346,36 @@ def _weight_files(directory: Path) -> list[Path]:
             raise ValueError(f"{index}: {name} is said to be in {file!r}, which is no file name; download the index again")
         if not (directory / file).exists():
             raise ValueError(f"{index}: {name} is said to be in {file}, which does not exist; download that file")
+    found: dict[str, shards.Entry] = {}
     for file in sorted(set(weight_map.values())):
-        stored = set(_open_file(directory / file).keys())
+        stored = shards.read_header(directory / file)
+        if twice := sorted(set(stored) & set(found)):
+            other = found[twice[0]].file.name
+            raise ValueError(f"{index}: {twice[0]} is stored twice, in {other} and in {file}; download both again")
         listed = {name for name, place in weight_map.items() if place == file}
-        if stored != listed:
-            name = min(stored ^ listed)
+        if set(stored) != listed:
+            name = min(set(stored) ^ listed)
             told = "holds it, but the index does not say so" if name in stored else "does not hold it, though the index says so"
             raise ValueError(f"{index}: {name}: {file} {told}; download both again")
-    return [directory / file for file in sorted(set(weight_map.values()))]
+        found |= {name: stored[name] for name in sorted(stored)}
+    return found
 
 
-def _open_file(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="np")
-    except SafetensorError as err:
-        raise ValueError(f"{path}: not a complete safetensors file ({err}); download it again") from err
+def _same_rows(rows: Callable[[str, int, int], np.ndarray], shape: tuple[int, ...]) -> bool:
+    """Say whether the stored head is the embedding, a few rows at a time."""
+    step = max(1, (4 << 20) // (4 * shape[1]))
+    wide = np.dtype(np.float32)
 
+    def part(name: str, first: int) -> np.ndarray:
+        return cast(rows(name, first, min(first + step, shape[0])), wide)
 
-def _same_values(first: np.ndarray, second: np.ndarray) -> bool:
-    return first.shape == second.shape and np.array_equal(first.astype(np.float32), second.astype(np.float32))
+    return all(np.array_equal(part(HEAD, first), part(EMBED, first)) for first in range(0, shape[0], step))
 
 
 def _carried(directory: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Read the files that travel with the model; the end tokens of config.json get a generation_config.json if it lacks one."""
     files = {name: (directory / name).read_bytes() for name in CARRIED_FILES if (directory / name).exists()}
+    files |= {f"{_TEMPLATES}/{path.name}": path.read_bytes() for path in sorted((directory / _TEMPLATES).glob("*.jinja"))}
     ids = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
     if "generation_config.json" not in files and ids:
         files["generation_config.json"] = json.dumps(ids, indent=2).encode()

@@ -1,11 +1,13 @@
 """Which part of which parameter each tensor of a Hugging Face checkpoint fills.
 
-Owns the one-to-one table between outside tensors and slices of the stacked parameters, and numpy views that turn one into
-the other without arithmetic. Refuses to own files and number formats: `hf.py` and `gguf.py` open those and hand over an
-`Outside`. Adding a family means adding its names here.
+Owns the one-to-one table between outside tensors and slices of the stacked parameters, numpy views that turn one into
+the other without arithmetic, and moving a tensor through such a view a few rows at a time, so that a conversion never holds
+more than one layer of one parameter. Refuses to own files and number formats: `hf.py` and `gguf.py` open those and hand
+over an `Outside`. Adding a family means adding its names here.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,10 @@ from rljax.pytree import Params
 HEAD = "lm_head.weight"
 EMBED = "model.embed_tokens.weight"
 _SHOWN = 12  # problems listed in one error
+
+_TILE_BYTES = 4 << 20  # of one outside tensor, held at once
+_BLOCK = 256  # rows and columns transposed at once: both sides stay in the cache
+_BF16 = np.dtype("bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +66,52 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
-    """A model in a foreign format: opened and checked against the architecture, its tensors not yet read.
+class Slice:
+    """One layer of one stacked parameter, or the whole of one that is not stacked: what is held in memory at once.
 
     Example:
-        Outside(arch=arch, origins={"model.norm.weight": origin}, read=file.get_tensor, files={"vocab.json": b"{}"}, notices=())
+        Slice(target="layers.qkv", layer=3, shape=(576, 3, 5, 64), slots=(query, key, value))
+    """
+
+    target: str
+    """Dotted path of the parameter."""
+    layer: int | None
+    """Index along its leading dim, or None for a parameter that is not stacked."""
+    shape: tuple[int, ...]
+    """Shape, without the leading dim of a stacked parameter."""
+    slots: tuple[Slot, ...]
+    """The outside tensors that fill it."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """A model that is opened and checked against its architecture, its tensors not yet read.
+
+    Example:
+        Outside(arch=arch, origins={"model.norm.weight": origin}, rows=read_rows, files={"vocab.json": b"{}"}, notices=())
     """
 
     arch: Arch
     """The architecture; its slots are exactly the keys of `origins`."""
     origins: Mapping[str, Origin]
     """Slot name -> where the tensor is stored."""
-    read: Callable[[str], np.ndarray]
-    """Slot name -> the tensor with the slot's shape, in a floating type."""
+    rows: Callable[[str, int, int], np.ndarray]
+    """Slot name, first row, row after the last -> these rows of the tensor, contiguous, in a floating type.
+
+    Where tensors are views of a parameter, rows begin and end where `tiles` does. May be called by several threads."""
     files: Mapping[str, bytes]
     """Tokenizer and generation files, by relative name."""
     notices: tuple[str, ...]
     """What was assumed or left out, for people."""
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor with the slot's shape, in a floating type."""
+        return self.rows(name, 0, self.origins[name].shape[0])
 
 
 def slots(arch: Arch) -> list[Slot]:
@@ -120,6 +155,75 @@ def view(params: Params, slot: Slot) -> np.ndarray:
     return TRANSFORMS[slot.part](array if slot.layer is None else array[slot.layer])
 
 
+def slices(arch: Arch) -> list[Slice]:
+    """Return every slice of every parameter, in the order of the slots that fill them."""
+    members: dict[tuple[str, int | None], list[Slot]] = {}
+    for slot in slots(arch):
+        members.setdefault((slot.target, slot.layer), []).append(slot)
+    shapes = abstract_params(arch)
+
+    def shape(target: str, layer: int | None) -> tuple[int, ...]:
+        leaf: Any = shapes
+        for name in target.split("."):
+            leaf = leaf[name]
+        return leaf.shape if layer is None else leaf.shape[1:]
+
+    return [Slice(target, layer, shape(target, layer), tuple(found)) for (target, layer), found in members.items()]
+
+
+def tiles(array: np.ndarray, slot: Slot) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Divide a slot into a few rows at a time.
+
+    Args:
+        array: The slice that holds the slot.
+        slot: One of its slots.
+
+    Yields:
+        First row of the outside tensor, row after the last, and the part of the slice that holds them: its elements in
+        row-major order are those of the rows.
+    """
+    part = TRANSFORMS[slot.part](array)
+    # A view only splits dims, so an index of its first dim is a whole number of outside rows.
+    rows, rest = divmod(slot.shape[0], part.shape[0])
+    assert not rest, f"{slot} is no view of whole rows of {part.shape}"
+    step = max(1, _TILE_BYTES // (rows * math.prod(slot.shape[1:]) * array.itemsize))
+    for first in range(0, part.shape[0], step):
+        last = min(first + step, part.shape[0])
+        yield first * rows, last * rows, part[first:last]
+
+
+def fill_slice(array: np.ndarray, members: Sequence[Slot], model: Outside) -> list[str]:
+    """Read the tensors of a slice into `array`, converted to its type.
+
+    Returns:
+        One notice per tensor that holds NaN or infinity.
+    """
+    notices = []
+    for slot in members:
+        finite = True
+        for first, last, part in tiles(array, slot):
+            values = cast(model.rows(slot.name, first, last), array.dtype)
+            finite = finite and all_finite(values)
+            move(part, values.reshape(part.shape))
+        notices += [] if finite else [not_finite(model.origins[slot.name])]
+    return notices
+
+
+def fill(model: Outside, dtype: np.dtype) -> tuple[Params, list[str]]:
+    """Read every tensor into newly allocated parameters of `dtype`, one at a time.
+
+    Returns:
+        The parameters, and one notice per tensor that holds NaN or infinity.
+    """
+    params, notices = empty_params(model.arch, dtype), []
+    for piece in slices(model.arch):
+        array: Any = params
+        for name in piece.target.split("."):
+            array = array[name]
+        notices += fill_slice(array if piece.layer is None else array[piece.layer], piece.slots, model)
+    return params, notices
+
+
 def empty_params(arch: Arch, dtype: np.dtype) -> Params:
     """Return parameters to be filled: numpy arrays with undefined content."""
 
@@ -131,20 +235,70 @@ def empty_params(arch: Arch, dtype: np.dtype) -> Params:
     return allocate(abstract_params(arch))
 
 
-def fill(model: Outside, dtype: np.dtype) -> tuple[Params, list[str]]:
-    """Read every tensor into newly allocated parameters of `dtype`, one at a time.
+def cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Convert to another floating type, to the nearest, ties to even; the array itself when it has the type."""
+    if values.dtype == dtype:
+        return values
+    if values.dtype == _BF16 and dtype == np.float32:  # the upper half of the bits; twice as fast as astype
+        wide = values.view(np.uint16).astype(np.uint32)
+        wide <<= 16
+        return wide.view(np.float32)
+    with np.errstate(over="ignore"):  # becomes infinity, of which there is a notice
+        return values.astype(dtype)
 
-    Returns:
-        The parameters, and one notice per tensor that holds NaN or infinity.
+
+def all_finite(values: np.ndarray) -> bool:
+    """Say whether no element is NaN or infinite."""
+    flat = values.reshape(-1)
+    parts = (flat[first : first + _BLOCK**2] for first in range(0, flat.size, _BLOCK**2))  # each stays in the cache
+    if values.dtype == _BF16:  # numpy would go through float32, one element at a time
+        return all(int((part.view(np.uint16) & 0x7FFF).max()) < 0x7F80 for part in parts)
+    return all(bool(np.isfinite(part).all()) for part in parts)
+
+
+def not_finite(origin: Origin) -> str:
+    """Return the notice about a tensor that holds NaN or infinity."""
+    return f"{origin.name} in {origin.file} holds NaN or infinity; the model will not work as it should"
+
+
+def move(into: np.ndarray, values: np.ndarray) -> None:
+    """Copy bit by bit between arrays of one shape and type, of which one may be a transposed view.
+
+    Plain assignment is slow there (a cache line per element) and slower for bfloat16, so dims are merged and what is
+    left to transpose goes through small blocks.
     """
-    params, notices = empty_params(model.arch, dtype), []
-    for slot in slots(model.arch):
-        part = view(params, slot)
-        part[...] = model.read(slot.name).reshape(part.shape)
-        if not np.isfinite(part).all():
-            origin = model.origins[slot.name]
-            notices.append(f"{origin.name} in {origin.file} holds NaN or infinity; the model will not work as it should")
-    return params, notices
+    assert (into.shape, into.dtype) == (values.shape, values.dtype)
+    bits = np.dtype(f"u{into.itemsize}")
+    _move(*_merged(into.view(bits), values.view(bits)))
+
+
+def _merged(*arrays: np.ndarray) -> list[np.ndarray]:
+    """View arrays of one shape with as few dims as all of them allow."""
+    sizes, strides = list(arrays[0].shape), [list(array.strides) for array in arrays]
+    for dim in range(len(sizes) - 2, -1, -1):
+        if all(stride[dim] == stride[dim + 1] * sizes[dim + 1] for stride in strides):
+            sizes[dim] *= sizes.pop(dim + 1)
+            for stride in strides:
+                del stride[dim]
+    pairs = zip(arrays, strides, strict=True)
+    return [np.lib.stride_tricks.as_strided(array, sizes, stride) for array, stride in pairs]
+
+
+def _move(into: np.ndarray, values: np.ndarray) -> None:
+    if into.ndim < 2 or into.strides[-1] == values.strides[-1] == into.itemsize:
+        into[...] = values
+    elif into.ndim > 2:
+        for index in range(len(into)):
+            _move(into[index], values[index])
+    else:
+        # Some columns more than used: rows at a power-of-two distance would fall on the same cache lines.
+        block = np.empty((_BLOCK, _BLOCK + 8), into.dtype)
+        for row in range(0, into.shape[0], _BLOCK):
+            for column in range(0, into.shape[1], _BLOCK):
+                place = slice(row, row + _BLOCK), slice(column, column + _BLOCK)
+                held = block[: into[place].shape[0], : into[place].shape[1]]
+                held[...] = values[place]
+                into[place] = held
 
 
 def mismatches(expected: list[Slot], found: Mapping[str, Origin], floating: tuple[str, ...]) -> list[str]:
