@@ -1,7 +1,7 @@
 """The shape of a model: the switches that turn the one decoder into a family member.
 
 Owns the numbers and choices of an architecture and the parameter shapes and logical axes that follow from them.
-Refuses to know family names; `models/hf.py` and `models/gguf.py` translate checkpoints into an `Arch`.
+Refuses to know family names; `models/hf_config.py` and `models/gguf.py` translate checkpoints into an `Arch`.
 """
 
 import dataclasses

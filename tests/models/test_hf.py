@@ -13,7 +13,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from rljax.models.arch import Arch, Rope
-from rljax.models.hf import arch_from_config, config_from_arch, open_hf, write_hf
+from rljax.models.hf import open_hf, write_hf
+from rljax.models.hf_config import arch_from_config, config_from_arch
 from rljax.models.layout import fill, slots
 from tests.models.oracle import LLAMA3_ROPE, TINY, VARIANTS, load_hf, make_llama, save_llama, tokenizer_files
 
