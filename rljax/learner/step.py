@@ -25,10 +25,10 @@ from rljax.algorithms.losses import Metrics, ScoredTokens, combine_metrics, empt
 from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.learner.optimizer import Optimizer
-from rljax.learner.state import TrainState, abstract_state, decays
+from rljax.learner.state import TrainState, abstract_state
 from rljax.mesh import DATA_AXES, constrain, sharding
 from rljax.models.arch import Arch
-from rljax.models.decoder import merge
+from rljax.models.decoder import decaying, merge
 from rljax.pytree import Params, pytree
 
 LOGIT_POSITIONS = 512
@@ -76,10 +76,10 @@ class Learner:
         Raises:
             ValueError: the model does not divide over the mesh.
         """
-        if mesh.shape["expert"] > 1:
+        if mesh.shape["expert"] > 1 and arch.experts is None:
             raise ValueError(f"mesh.expert is {mesh.shape['expert']}, and this model has no experts to split; set it to 1")
         self.arch, self.mesh, self.config = arch, mesh, config
-        self.optimizer = Optimizer(config.optimizer, lambda _: decays(arch))
+        self.optimizer = Optimizer(config.optimizer, lambda _: decaying(arch))
         self.abstract_state = abstract_state(arch, mesh, config.model.param_dtype, self.optimizer)
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         self._layout = layout

@@ -8,7 +8,7 @@ file, the key or the tensor, before anything is written. Refuses to own the chec
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from rljax.models.arch import Arch
 from rljax.models.hf_config import TOKEN_IDS, arch_from_config, config_from_arch
-from rljax.models.layout import EMBED, HEAD, Origin, Outside, mismatches, refuse, slots, view
+from rljax.models.layout import EMBED, HEAD, Origin, Outside, Slot, mismatches, refuse, slots, stored_rows, view
 from rljax.pytree import Params
 
 FLOATING = ("F32", "F16", "BF16")
@@ -65,10 +65,13 @@ def open_hf(directory: Path) -> Outside:
     found = {name: origin for name, origin in found.items() if name not in dropped}
 
     def read(name: str) -> np.ndarray:
-        return handles[found[name].file].get_tensor(name)
+        rows = stored_rows(name)[1]
+        whole = handles[found[name].file].get_slice(found[name].name)
+        return whole[:] if rows is None else whole[rows]
 
     # Shapes and types first, with the head that is stored: comparing it with the embedding would fail obscurely.
     stored = arch if HEAD not in found else dataclasses.replace(arch, tie_embeddings=False)
+    found = _in_parts(found, slots(stored))
     refuse(directory, mismatches(slots(stored), found, FLOATING), "download the checkpoint again, or correct config.json")
     if arch.tie_embeddings and HEAD in found:
         if _same_values(read(HEAD), read(EMBED)):
@@ -87,19 +90,27 @@ def write_hf(directory: Path, arch: Arch, params: Params, files: Mapping[str, by
     One model.safetensors if it has at most `shard_size` bytes, else shards of at most that (a larger tensor gets its own)
     and their index. `files` are written as they are.
     """
-    shards: list[list[Any]] = [[]]
-    filled, total, item = 0, 0, np.dtype(dtype).itemsize
+    parts: dict[str, list[Slot]] = {}
     for slot in slots(arch):
-        size = int(np.prod(slot.shape)) * item
+        parts.setdefault(stored_rows(slot.name)[0], []).append(slot)
+    shards: list[list[str]] = [[]]
+    filled, total, item = 0, 0, np.dtype(dtype).itemsize
+    for name, members in parts.items():
+        size = sum(int(np.prod(slot.shape)) for slot in members) * item
         if shards[-1] and filled + size > shard_size:
             shards.append([])
             filled = 0
-        shards[-1].append(slot)
+        shards[-1].append(name)
         filled, total = filled + size, total + size
     weight_map = {}
     for number, members in enumerate(shards, 1):
         name = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {slot.name: np.ascontiguousarray(view(params, slot).reshape(slot.shape), dtype) for slot in members}
+        tensors = {
+            stored: np.ascontiguousarray(
+                np.concatenate([view(params, slot).reshape(slot.shape) for slot in parts[stored]]), dtype
+            )
+            for stored in members
+        }
         save_file(tensors, directory / name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, name))
         (directory / name).chmod(directory.stat().st_mode & 0o666)  # it is made readable to its owner alone
@@ -109,6 +120,23 @@ def write_hf(directory: Path, arch: Arch, params: Params, files: Mapping[str, by
     _write_json(directory / "config.json", config_from_arch(arch, dtype, token_ids))
     for name, content in files.items():
         (directory / name).write_bytes(content)
+
+
+def _in_parts(found: Mapping[str, Origin], expected: Sequence[Slot]) -> dict[str, Origin]:
+    """Replace each tensor that has a slot for every part of its rows by those parts."""
+    parts: dict[str, dict[str, slice]] = {}
+    for slot in expected:
+        stored, rows = stored_rows(slot.name)
+        if rows is not None and stored in found:
+            parts.setdefault(stored, {})[slot.name] = rows
+    # A tensor with another number of rows stays whole, and is refused as one without a place.
+    cut = {name: rows for name, rows in parts.items() if max(r.stop for r in rows.values()) == found[name].shape[0]}
+    out = {name: origin for name, origin in found.items() if name not in cut}
+    for stored, rows in cut.items():
+        origin = found[stored]
+        shapes = {name: (part.stop - part.start, *origin.shape[1:]) for name, part in rows.items()}
+        out |= {name: dataclasses.replace(origin, shape=shape) for name, shape in shapes.items()}
+    return out
 
 
 def read_json(path: Path) -> dict[str, Any]:

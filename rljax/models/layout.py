@@ -33,8 +33,8 @@ class Slot:
     """Name in a Hugging Face checkpoint."""
     target: str
     """Dotted path of the parameter."""
-    layer: int | None
-    """Index along its leading dim, or None for a parameter that is not stacked."""
+    layer: int | tuple[int, ...] | None
+    """Index along its leading dim, or dims; None for a parameter that is not stacked."""
     part: str
     """Which part of the parameter: a key of the transforms, or `whole`."""
     shape: tuple[int, ...]
@@ -79,33 +79,127 @@ class Outside:
     """What was assumed or left out, for people."""
 
 
+def stored_rows(name: str) -> tuple[str, slice | None]:
+    """Return the tensor of a checkpoint that a slot's name means, and which of its rows; None for all of them.
+
+    A tensor that fills several parameters has one slot for each, named with the rows as in `qkv_proj.weight[0:64]`.
+    """
+    if not name.endswith("]"):
+        return name, None
+    stored, _, rows = name[:-1].rpartition("[")
+    first, _, last = rows.partition(":")
+    return stored, slice(int(first), int(last))
+
+
 def slots(arch: Arch) -> list[Slot]:
     """Return every tensor a Hugging Face checkpoint of this architecture has, in file order.
 
-    Together they fill every element of every parameter exactly once.
+    Together they fill every element of every parameter exactly once. A tensor that fills several parameters is listed
+    part by part; see `stored_rows`.
     """
-    d, c, f, v = arch.embed_dim, arch.head_dim, arch.ffn_dim, arch.vocab_size
-    query, key = arch.num_heads * c, arch.num_kv_heads * c
-    per_layer = (
-        ("input_layernorm", "layers.attn_norm", "whole", (d,)),
-        ("self_attn.q_proj", "layers.qkv", "query", (query, d)),
-        ("self_attn.k_proj", "layers.qkv", "key", (key, d)),
-        ("self_attn.v_proj", "layers.qkv", "value", (key, d)),
-        ("self_attn.o_proj", "layers.out", "out", (d, query)),
-        ("post_attention_layernorm", "layers.mlp_norm", "whole", (d,)),
-        ("mlp.gate_proj", "layers.gate_up", "gate", (f, d)),
-        ("mlp.up_proj", "layers.gate_up", "up", (f, d)),
-        ("mlp.down_proj", "layers.down", "down", (d, f)),
-    )
+    d, v = arch.embed_dim, arch.vocab_size
     table = [Slot(EMBED, "embed", None, "whole", (v, d))]
-    for layer in range(arch.num_layers):
-        table += [
-            Slot(f"model.layers.{layer}.{name}.weight", target, layer, part, shape) for name, target, part, shape in per_layer
-        ]
+    mlps = experts = 0  # layers of each sort so far: the index along the leading dim of their parameters
+    for layer in arch.layers:
+        if arch.has_experts(layer):
+            mixed = EXPERTS[arch.family](arch, experts)
+        else:
+            mixed = [(name, target, mlps, part, shape) for name, target, part, shape in _mlp(arch)]
+        attention = [(name, target, layer, part, shape) for name, target, part, shape in _attention(arch)]
+        table += [Slot(f"model.layers.{layer}.{name}", *rest) for name, *rest in (*attention, *mixed)]
+        mlps, experts = mlps + (not arch.has_experts(layer)), experts + arch.has_experts(layer)
     table.append(Slot("model.norm.weight", "final_norm", None, "whole", (d,)))
     if not arch.tie_embeddings:
         table.append(Slot(HEAD, "head", None, "whole", (v, d)))
     return table
+
+
+Row = tuple[str, str, str, tuple[int, ...]]  # name, target, part and shape of a tensor of one layer
+
+
+def _attention(arch: Arch) -> list[Row]:
+    """List the norms of a layer and the tensors of its attention."""
+    d, c = arch.embed_dim, arch.head_dim
+    query, key = arch.num_heads * c, arch.num_kv_heads * c
+    rows: list[Row] = []
+    if arch.pre_norm:
+        # The second norm is named after what it follows, unless a norm of attention's output has that name.
+        second = "pre_feedforward_layernorm" if arch.post_norm else "post_attention_layernorm"
+        rows += [
+            ("input_layernorm.weight", "layers.attn_norm", "whole", (d,)),
+            (f"{second}.weight", "layers.mlp_norm", "whole", (d,)),
+        ]
+    if arch.post_norm:
+        rows.append(("post_attention_layernorm.weight", "layers.attn_post_norm", "whole", (d,)))
+        rows.append(("post_feedforward_layernorm.weight", "layers.mlp_post_norm", "whole", (d,)))
+    sizes = {"query": query, "key": key, "value": key}
+    names = {part: f"self_attn.{part[0]}_proj.weight" for part in sizes}
+    if arch.family in FUSED:
+        bounds = {"query": (0, query), "key": (query, query + key), "value": (query + key, query + 2 * key)}
+        names = {part: f"self_attn.qkv_proj.weight[{first}:{last}]" for part, (first, last) in bounds.items()}
+    rows += [(names[part], "layers.qkv", part, (size, d)) for part, size in sizes.items()]
+    if arch.qkv_bias:
+        rows += [(f"self_attn.{part[0]}_proj.bias", "layers.qkv_bias", f"{part}_bias", (size,)) for part, size in sizes.items()]
+    rows.append(("self_attn.o_proj.weight", "layers.out", "out", (d, query)))
+    if arch.out_bias:
+        rows.append(("self_attn.o_proj.bias", "layers.out_bias", "whole", (d,)))
+    if arch.qk_norm is not None:
+        heads = (c, c) if arch.qk_norm == "head" else (query, key)
+        rows.append(("self_attn.q_norm.weight", "layers.query_norm", "whole", heads[:1]))
+        rows.append(("self_attn.k_norm.weight", "layers.key_norm", "whole", heads[1:]))
+    if arch.sinks:
+        rows.append(("self_attn.sinks", "layers.sinks", "whole", (arch.num_heads,)))
+    return rows
+
+
+def _mlp(arch: Arch) -> list[Row]:
+    d, f = arch.embed_dim, arch.ffn_dim
+    down: Row = ("mlp.down_proj.weight", "layers.down", "down", (d, f))
+    if arch.family in FUSED:
+        return [("mlp.gate_up_proj.weight", "layers.gate_up", "gate_up", (2 * f, d)), down]
+    halves: list[Row] = [(f"mlp.{part}_proj.weight", "layers.gate_up", part, (f, d)) for part in ("gate", "up")]
+    return [*halves, down]
+
+
+def _separate_experts(router: str, experts: str, names: tuple[str, str, str]) -> Callable[[Arch, int], list[Any]]:
+    """Name the tensors of experts that are stored one by one."""
+
+    def rows(arch: Arch, index: int) -> list[Any]:
+        assert arch.experts is not None, "a layer with experts has them"
+        d, f = arch.embed_dim, arch.experts.ffn_dim
+        parts = ("gate_up", "gate", (f, d)), ("gate_up", "up", (f, d)), ("down", "down", (d, f))
+        return [(f"{router}.weight", "layers.moe.router", index, "router", (arch.experts.count, d))] + [
+            (f"{experts}.{expert}.{name}.weight", f"layers.moe.{target}", (index, expert), part, shape)
+            for expert in range(arch.experts.count)
+            for name, (target, part, shape) in zip(names, parts, strict=True)
+        ]
+
+    return rows
+
+
+def _stacked_experts(arch: Arch, index: int) -> list[Any]:
+    """Name the tensors of experts that are stored together, inputs first, gate and up taking turns."""
+    assert arch.experts is not None, "a layer with experts has them"
+    d, f, x = arch.embed_dim, arch.experts.ffn_dim, arch.experts.count
+    return [
+        ("mlp.router.weight", "layers.moe.router", index, "router", (x, d)),
+        ("mlp.router.bias", "layers.moe.router_bias", index, "whole", (x,)),
+        ("mlp.experts.gate_up_proj", "layers.moe.gate_up", index, "alternating", (x, d, 2 * f)),
+        ("mlp.experts.gate_up_proj_bias", "layers.moe.gate_up_bias", index, "alternating_bias", (x, 2 * f)),
+        ("mlp.experts.down_proj", "layers.moe.down", index, "whole", (x, f, d)),
+        ("mlp.experts.down_proj_bias", "layers.moe.down_bias", index, "whole", (x, d)),
+    ]
+
+
+# Families whose checkpoints hold queries, keys and values in one tensor, and gate and up in another.
+FUSED = ("phi3",)
+
+# How the families with experts name and lay out their tensors.
+EXPERTS: dict[str, Callable[[Arch, int], list[Any]]] = {
+    "mixtral": _separate_experts("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
+    "qwen3_moe": _separate_experts("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "gpt_oss": _stacked_experts,
+}
 
 
 def view(params: Params, slot: Slot) -> np.ndarray:
@@ -196,4 +290,11 @@ TRANSFORMS = {
     "gate": lambda gate_up: gate_up[:, 0].T,  # [d,f] -> [f,d]
     "up": lambda gate_up: gate_up[:, 1].T,
     "down": lambda down: down.T,  # [f,d] -> [d,f]
+    "query_bias": lambda bias: bias[:, :-2],  # [k,m+2,c] -> [k,m,c]
+    "key_bias": lambda bias: bias[:, -2],
+    "value_bias": lambda bias: bias[:, -1],
+    "gate_up": lambda gate_up: gate_up.transpose(1, 2, 0),  # [d,2,f] -> [2,f,d]
+    "router": lambda router: router.T,  # [d,x] -> [x,d]
+    "alternating": lambda gate_up: gate_up.swapaxes(-1, -2),  # [x,d,2,f] -> [x,d,f,2]
+    "alternating_bias": lambda bias: bias.swapaxes(-1, -2),
 }

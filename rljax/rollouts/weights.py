@@ -34,10 +34,10 @@ def publisher(arch: Arch, mesh: Mesh, dtype: Any) -> Callable[[Params], Params]:
         ValueError: a dim does not divide over `mesh.tensor`.
     """
     stacked = param_shardings(mesh, abstract_params(arch), logical_axes(arch), SAMPLER_RULES)
-    layout = {**stacked, "layers": {i: jax.tree.map(_without_layer_dim, stacked["layers"]) for i in range(arch.num_layers)}}
+    layout = unstack(arch, stacked, lambda at, _: _without_layer_dim(at))
 
     def publish(params: Params) -> Params:
-        return unstack(jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params))
+        return unstack(arch, jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params))
 
     return jax.jit(publish, out_shardings=layout)
 

@@ -154,7 +154,7 @@ def their_greedy(model: transformers.LlamaForCausalLM, prompts: Sequence[Sequenc
 @partial(jax.jit, static_argnums=(0, 4))
 def _greedy(arch: Arch, params: Params, ids: Any, lengths: Any, steps: int) -> Any:
     """Prefill the right-padded prompts, then decode `steps` tokens per row, each row from its own position on."""
-    model = decoder.merge(arch, decoder.unstack(params))
+    model = decoder.merge(arch, decoder.unstack(arch, params))
     columns = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     valid = columns < lengths[:, None]
     hidden, seen = model(ids, jnp.where(valid, columns, 0), valid.astype(jnp.int32), dtype=F32)
