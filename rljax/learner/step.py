@@ -140,6 +140,8 @@ def _forward(learner: Learner, params: Params, micro: DeviceBatch) -> tuple[Arra
         decoder.head_table,
         micro.targets,
         temperature=config.sampler.temperature,
+        valid_vocab=learner.arch.valid_vocab,
+        soft_cap=learner.arch.final_soft_cap,
         chunk=max(1, LOGIT_POSITIONS // config.train.micro_batch_size_per_device),
         length=micro.scored,
     )

@@ -211,7 +211,8 @@ def config_from_arch(arch: Arch, dtype: str, token_ids: Mapping[str, Any]) -> di
     }
     for part in family.parts:
         config |= part.write(arch)
-    return config | {key: token_ids[key] for key in TOKEN_IDS if token_ids.get(key) is not None}
+    # Null where there is none: an absent key may mean an id of the family's own vocabulary.
+    return config | {key: token_ids.get(key) for key in TOKEN_IDS}
 
 
 def _family_name(given: Mapping[str, Any], where: str) -> str:
@@ -412,6 +413,10 @@ _WINDOW_FROM_LAYER = Part(
     _window_when_switched_on(everywhere=False),
     lambda arch: _switched(arch) | _typed(arch) | {"max_window_layers": arch.num_layers - len(arch.windowed_layers)},
 )
+_LENGTH_BESIDE = Part(
+    lambda keys, fields: {},
+    lambda arch: {"original_max_position_embeddings": arch.rope.original_max_position} if arch.rope.kind == "longrope" else {},
+)
 _WINDOW_SWITCHED = Part(_window_when_switched_on(everywhere=True), _switched)
 _TWO_ROPES = Part(_two_ropes, _write_two_ropes)
 _SCORES = Part(_scores, _write_scores)
@@ -459,7 +464,10 @@ FAMILIES: dict[str, Family] = {
         "Olmo2ForCausalLM", switches={"pre_norm": False, "post_norm": True, "qk_norm": "all"}, parts=(_biases(False),)
     ),
     "phi3": Family(
-        "Phi3ForCausalLM", parts=(_WINDOW_EVERYWHERE,), ropes={"su": "longrope", "yarn": "longrope"}, partial_rope=True
+        "Phi3ForCausalLM",
+        parts=(_WINDOW_EVERYWHERE, _LENGTH_BESIDE),
+        ropes={"su": "longrope", "yarn": "longrope"},
+        partial_rope=True,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
