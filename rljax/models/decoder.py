@@ -224,15 +224,19 @@ def _scan_run(
     def period(hidden: Array, part: tuple[Params, Array | None]) -> tuple[Array, tuple[list[KeyValue], list[Routing]]]:
         seen, routings = [], []
         for offset, (kind, call) in enumerate(zip(kinds, blocks, strict=True)):
-            layer = _layer(part[0], kinds, offset)
-            replayed = None if part[1] is None or not kind.experts else part[1][_index(kinds, offset, "experts")]
+            layer, replayed = part
+            if run.period > 1:
+                layer = _layer(layer, kinds, offset)
+                replayed = None if replayed is None or not kind.experts else replayed[_index(kinds, offset, "experts")]
             hidden, layer_seen, routing = call(hidden, layer, replayed)
             seen.append(layer_seen)
             routings += [] if routing is None else [routing]
         return hidden, (seen, routings)
 
-    taken = _of_groups(weights, lambda leaf, group: _periods(arch, run, leaf, group))
-    replayed = None if choices is None else _periods(arch, run, choices, "experts")
+    groups = {"experts" if kind.experts else "dense" for kind in kinds} | {"all"}
+    present = {name: part for name, part in weights.items() if _GROUPS.get(name, "all") in groups}
+    taken = _of_groups(present, lambda leaf, group: _periods(arch, run, leaf, group))
+    replayed = None if choices is None or "experts" not in groups else _periods(arch, run, choices, "experts")
     hidden, (seen, routings) = jax.lax.scan(period, hidden, (taken, replayed))
     return hidden, _interleaved(seen), _interleaved(routings) if routings else None
 
@@ -257,11 +261,12 @@ def _index(kinds: Sequence[LayerKind], layer: int, group: str) -> int:
 
 
 def _periods(arch: Arch, run: Run, leaf: Array, group: str) -> Array:
-    """Return a run's part of a stacked leaf as [repeats, entries per period, ...]."""
+    """Return a run's part of a stacked leaf as [repeats, entries per period, ...]; [repeats, ...] for a period of one layer."""
     kinds = layer_kinds(arch)
     start, stop = (_index(kinds, run.first + run.period * passes, group) for passes in (0, run.repeats))
     part = leaf if (start, stop) == (0, leaf.shape[0]) else leaf[start:stop]
-    return part.reshape(run.repeats, (stop - start) // run.repeats, *leaf.shape[1:])
+    # Not even a dim of size 1 is added to what is scanned layer by layer: XLA would copy it away again in every pass.
+    return part if run.period == 1 else part.reshape(run.repeats, (stop - start) // run.repeats, *leaf.shape[1:])
 
 
 def _layer(

@@ -101,11 +101,12 @@ def slots(arch: Arch) -> list[Slot]:
     table = [Slot(EMBED, "embed", None, "whole", (v, d))]
     mlps = experts = 0  # layers of each sort so far: the index along the leading dim of their parameters
     for layer in arch.layers:
+        mixed: list[Any]
         if arch.has_experts(layer):
             mixed = EXPERTS[arch.family](arch, experts)
         else:
             mixed = [(name, target, mlps, part, shape) for name, target, part, shape in _mlp(arch)]
-        attention = [(name, target, layer, part, shape) for name, target, part, shape in _attention(arch)]
+        attention: list[Any] = [(name, target, layer, part, shape) for name, target, part, shape in _attention(arch)]
         table += [Slot(f"model.layers.{layer}.{name}", *rest) for name, *rest in (*attention, *mixed)]
         mlps, experts = mlps + (not arch.has_experts(layer)), experts + arch.has_experts(layer)
     table.append(Slot("model.norm.weight", "final_norm", None, "whole", (d,)))

@@ -11,7 +11,7 @@ device of the `expert` and `tensor` axes; each device adds up what its experts, 
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,12 +121,13 @@ def _on_mesh(arch: Arch, x: Array, shares: Array, choices: Array, weights: _Weig
         DATA_AXES if x.shape[0] % (mesh.shape["replica"] * mesh.shape["fsdp"]) == 0 else None,
         "context" if x.shape[1] % mesh.shape["context"] == 0 else None,
     )
-    layout = _Weights(
+    specs: list[Any] = [
         PartitionSpec("expert", None, None, "tensor"),
         PartitionSpec("expert", "tensor"),
         None if weights.gate_up_bias is None else PartitionSpec("expert", None, "tensor"),
         None if weights.down_bias is None else PartitionSpec("expert"),
-    )
+    ]
+    layout = _Weights(*specs)
     local = partial(_experts, arch, ("expert", "tensor"))
     # The widths that `fsdp` splits are gathered on entry; the sum over devices makes the result the same on all of them.
     run = jax.shard_map(local, in_specs=(rows, rows, rows, layout), out_specs=rows, check_vma=False)

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 from rljax.config import OptimizerConfig
 from rljax.learner.optimizer import Optimizer
 from rljax.learner.state import abstract_state, learner_params
+from rljax.models.decoder import decaying
 from rljax.pytree import leaf_names
 from tests.tiny_model import ARCH, first_state, host_params, learner_of, mesh_of
 

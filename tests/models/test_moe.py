@@ -91,7 +91,7 @@ def test_replayed_choices_send_tokens_to_the_same_experts() -> None:
 
 
 def test_routing_is_recorded_only_when_asked_for() -> None:
-    model = decoder.merge(ARCH, random_params())
+    model = decoder.merge(ARCH, jax.tree.map(jnp.asarray, random_params()))
     assert model.forward(*map(jnp.asarray, ROWS), dtype=F32).routing is None
 
 
