@@ -241,7 +241,7 @@ def _scan_run(
     return hidden, _interleaved(seen), _interleaved(routings) if routings else None
 
 
-def _take(leaf: Array, index: int) -> Array:
+def _take(leaf: Any, index: int) -> Any:
     return leaf[index]
 
 
@@ -260,7 +260,7 @@ def _index(kinds: Sequence[LayerKind], layer: int, group: str) -> int:
     return layer if group == "all" else sum(kind.experts == (group == "experts") for kind in kinds[:layer])
 
 
-def _periods(arch: Arch, run: Run, leaf: Array, group: str) -> Array:
+def _periods(arch: Arch, run: Run, leaf: Any, group: str) -> Any:
     """Return a run's part of a stacked leaf as [repeats, entries per period, ...]; [repeats, ...] for a period of one layer."""
     kinds = layer_kinds(arch)
     start, stop = (_index(kinds, run.first + run.period * passes, group) for passes in (0, run.repeats))

@@ -85,10 +85,10 @@ def read_rope(tables: Mapping[str, Any], facts: RopeFacts) -> tuple[Rope, int, l
     _check(
         {"rope_theta": theta, "partial_rotary_factor": fraction, **{k: merged.get(k) for k in needed}, **merged}, kind, facts
     )
-    values = {key: float(merged[key]) for key in _SIMPLE if key in merged}
+    values: dict[str, Any] = {key: float(merged[key]) for key in _SIMPLE if key in merged}
     original = int(merged.get("original_max_position_embeddings", facts.max_position))
     stretch, longest = _stretch(kind, merged, original, facts, notices)
-    rope = Rope(theta=float(theta), kind=kind, rotary_fraction=float(fraction), **{**values, **stretch})
+    rope = Rope(theta=float(theta), rotary_fraction=float(fraction), **{"kind": kind, **values, **stretch})
     return rope, longest, notices
 
 
