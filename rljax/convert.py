@@ -56,7 +56,7 @@ LOGITS_BELOW = 8_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One tensor of the source and what it becomes. Names are unique on both sides.
+    """One tensor of the source, or rows of a fused one, and what they become. Names are unique on both sides.
 
     Example:
         PlanRow(source="blk.3.attn_k.weight", source_type="Q4_1", target="layers.qkv[3].key", shape=(192, 576),
@@ -99,7 +99,7 @@ class ConvertReport:
     dtype: str
     """Type of the written parameters."""
     plan: tuple[PlanRow, ...]
-    """One row per tensor."""
+    """One row per tensor; for each part of a fused one."""
     notices: tuple[str, ...]
     """What was assumed, left out, or looks wrong."""
     num_params: int
@@ -255,7 +255,7 @@ def show_plan(report: ConvertReport, console: Console) -> None:
     groups: dict[tuple[str, ...], int] = {}
     for row in report.plan:
         shape = " x ".join(map(str, row.shape))
-        line = (_without_layer(row.source), row.source_type, _without_layer(row.target), row.transform, shape)
+        line = (_without_numbers(row.source), row.source_type, _without_numbers(row.target), row.transform, shape)
         groups[line] = groups.get(line, 0) + 1
     for line, number in groups.items():
         table.add_row(*map(Text, line), str(number))
@@ -282,7 +282,7 @@ def _as_json(report: ConvertReport) -> dict[str, Any]:
 
 
 def _plan(model: Outside, to: Kind, dtype: str) -> Iterator[PlanRow]:
-    """Yield one row per tensor, after checking that together they are every parameter, once."""
+    """Yield one row per slot, after checking that together they are every parameter, once."""
     table = slots(model.arch)
     filled = sum(math.prod(slot.shape) for slot in table)
     assert filled == count(model.arch), f"the tensors fill {filled} of {count(model.arch)} elements"
@@ -292,9 +292,9 @@ def _plan(model: Outside, to: Kind, dtype: str) -> Iterator[PlanRow]:
         yield PlanRow(origin.name, origin.dtype, target, slot.shape, dtype, slot.part)
 
 
-def _without_layer(name: str) -> str:
-    """Replace the layer number by a star, so that the rows of all layers look alike."""
-    return re.sub(r"(?<=[.\[])\d+(?=[.\]])", "*", name, count=1)
+def _without_numbers(name: str) -> str:
+    """Replace the numbers of layers and experts by stars, so that the rows of all of them look alike."""
+    return re.sub(r"(?<=[.\[,])\d+(?=[.\],])", "*", name)
 
 
 def _check_tokenizer(files: Mapping[str, bytes], arch: Arch, source: Path) -> list[str]:

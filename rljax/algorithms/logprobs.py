@@ -20,6 +20,7 @@ class _Settings(NamedTuple):
 
     temperature: float
     valid_vocab: int
+    soft_cap: float | None
     chunk: int
     entropy_gradient: bool
 
@@ -31,6 +32,7 @@ def token_logprobs(
     *,
     temperature: float,
     valid_vocab: int | None = None,
+    soft_cap: float | None = None,
     chunk: int,
     length: Int[Array, ""] | int | None = None,
     entropy_gradient: bool = False,
@@ -38,8 +40,9 @@ def token_logprobs(
     """Return the log-probability of each target and the entropy of its distribution, both float32, in nats.
 
     logp = z[target] - log(sum(exp(z))) and entropy = -sum(p log p), with z = hidden @ head.T / temperature in float32
-    and p = softmax(z). The product runs in the dtype of `hidden`, with float32 sums. Vocabulary entries at
-    `valid_vocab` and above are padding: they have probability 0.
+    and p = softmax(z). The product runs in the dtype of `hidden`, with float32 sums. With a `soft_cap`, cap * tanh(product
+    / cap) takes the product's place (arXiv:2408.00118 section 2). Vocabulary entries at `valid_vocab` and above are
+    padding: they have probability 0.
 
     `chunk` positions of every row are worked on at a time, so that memory is b * chunk * v floats; the backward pass
     computes the logits again. Chunks that start at or after `length` (a device value, the same on all devices) are
@@ -54,7 +57,8 @@ def token_logprobs(
     count = -(-positions // chunk)
     size = -(-positions // count)
     padding = count * size - positions
-    settings = _Settings(temperature, head.shape[0] if valid_vocab is None else valid_vocab, size, entropy_gradient)
+    valid = head.shape[0] if valid_vocab is None else valid_vocab
+    settings = _Settings(temperature, valid, soft_cap, size, entropy_gradient)
     logp, entropy = _chunked(
         settings,
         jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))),
@@ -91,7 +95,7 @@ def _chunked_forward(
     empty = jnp.zeros(targets.shape, jnp.float32)
 
     def body(index: Array, outputs: tuple[Array, Array, Array]) -> tuple[Array, ...]:
-        logits = _logits(settings, _take(hidden, index, settings), compute_head)
+        logits, _ = _logits(settings, _take(hidden, index, settings), compute_head)
         parts = softmax_statistics(logits, _take(targets, index, settings))
         return tuple(_put(out, part, index, settings) for out, part in zip(outputs, parts, strict=True))
 
@@ -109,7 +113,7 @@ def _chunked_backward(
     def body(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         d_hidden, d_head = gradients
         rows = _take(hidden, index, settings)
-        logits = _logits(settings, rows, compute_head)
+        logits, slope = _logits(settings, rows, compute_head)
         probability = jnp.exp(logits - _take(log_total, index, settings)[..., None])
         chosen = _is_target(_take(targets, index, settings), head.shape[0])
         d_logits = _take(scaled, index, settings)[..., None] * (chosen - probability)
@@ -118,6 +122,7 @@ def _chunked_backward(
             log_p = jnp.where(probability > 0, logits - _take(log_total, index, settings)[..., None], 0.0)
             surprise = probability * (log_p + _take(entropy, index, settings)[..., None])
             d_logits -= _take(of_entropy, index, settings)[..., None] * surprise
+        d_logits = d_logits if slope is None else d_logits * slope
         # In the compute dtype, so that both products have operands of one dtype and use its fast kernels.
         d_logits = d_logits.astype(hidden.dtype)
         d_rows = product(d_logits, compute_head).astype(hidden.dtype)
@@ -137,11 +142,16 @@ def _compute_head(head: Array, hidden: Array) -> Array:
     return constrain(head.astype(hidden.dtype), LEARNER_RULES["vocab"], None)
 
 
-def _logits(settings: _Settings, rows: Array, head: Array) -> Array:
-    logits = product_transposed(rows, head) / settings.temperature
+def _logits(settings: _Settings, rows: Array, head: Array) -> tuple[Array, Array | None]:
+    """Return the logits, and with a soft cap its slope where they are."""
+    scores, slope = product_transposed(rows, head), None
+    if settings.soft_cap is not None:
+        bounded = jnp.tanh(scores / settings.soft_cap)
+        scores, slope = settings.soft_cap * bounded, 1 - bounded * bounded
+    logits = scores / settings.temperature
     if settings.valid_vocab == head.shape[0]:
-        return logits
-    return jnp.where(_columns(logits.ndim, head.shape[0]) < settings.valid_vocab, logits, -jnp.inf)
+        return logits, slope
+    return jnp.where(_columns(logits.ndim, head.shape[0]) < settings.valid_vocab, logits, -jnp.inf), slope
 
 
 def _columns(ndim: int, vocab: int) -> Array:

@@ -18,7 +18,7 @@ from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params
 from rljax.models.gguf import open_gguf
 from rljax.models.hf import open_hf
-from rljax.models.layout import TRANSFORMS, Origin, Outside, Slice, Slot, move, slices
+from rljax.models.layout import Origin, Outside, Slice, Slot, move, part_of, slices
 from rljax.zarr import StoredArrays
 
 Kind = Literal["hf", "gguf", "orbax"]
@@ -100,9 +100,9 @@ def read_arch(directory: Path) -> Arch:
 
 
 def parameter_part(slot: Slot) -> str:
-    """Name the part of a parameter: `layers.qkv[3].key`."""
-    layer = "" if slot.layer is None else f"[{slot.layer}]"
-    return f"{slot.target}{layer}" + ("" if slot.part in ("whole", "out", "down") else f".{slot.part}")
+    """Name the part of a parameter: `layers.qkv[3].key`, or `layers.moe.gate_up[3,7].up` of an expert."""
+    index = ",".join(str(number) for number in (slot.layer, slot.expert) if number is not None)
+    return f"{slot.target}{f'[{index}]' if index else ''}" + ("" if slot.part in ("whole", "out", "down") else f".{slot.part}")
 
 
 def _open_checkpoint(source: Path) -> Outside:
@@ -126,7 +126,7 @@ def _open_checkpoint(source: Path) -> Outside:
         if getattr(held, "place", None) != (piece.target, piece.layer):
             held.array = held.place = None  # let go of the one before it first
             held.array, held.place = arrays.read(piece.target, piece.layer), (piece.target, piece.layer)
-        part = TRANSFORMS[slot.part](held.array)
+        part = part_of(held.array, slot)
         if slot is piece.slots[-1] and last == slot.shape[0]:
             held.array = held.place = None  # nothing more will be asked of it
         scale = slot.shape[0] // part.shape[0]

@@ -89,11 +89,3 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
 def shape_path(path: Any) -> str:
     """Return a tree path as text."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
-
-
-def decays(arch: Arch) -> Params:
-    """Return which parameters weight decay applies to: matrices, not vectors; the layer dim does not count."""
-    axes = logical_axes(arch)
-    return jax.tree.map(
-        lambda names: sum(name != "layers" for name in names) > 1, axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
-    )

@@ -26,10 +26,10 @@ from rljax.algorithms.losses import Metrics, ScoredTokens, combine_metrics, empt
 from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.learner.optimizer import Optimizer
-from rljax.learner.state import TrainState, abstract_state, decays, first_reference, next_reference
+from rljax.learner.state import TrainState, abstract_state, first_reference, next_reference
 from rljax.mesh import DATA_AXES, constrain, sharding
 from rljax.models.arch import Arch
-from rljax.models.decoder import merge, within_segments
+from rljax.models.decoder import decaying, merge
 from rljax.pytree import Params, pytree
 
 LOGIT_POSITIONS = 512
@@ -78,10 +78,10 @@ class Learner:
         Raises:
             ValueError: the model does not divide over the mesh.
         """
-        if mesh.shape["expert"] > 1:
+        if mesh.shape["expert"] > 1 and arch.experts is None:
             raise ValueError(f"mesh.expert is {mesh.shape['expert']}, and this model has no experts to split; set it to 1")
         self.arch, self.mesh, self.config = arch, mesh, config
-        self.optimizer = Optimizer(config.optimizer, lambda _: decays(arch))
+        self.optimizer = Optimizer(config.optimizer, lambda _: decaying(arch))
         self.abstract_state = abstract_state(arch, mesh, config, self.optimizer)
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         self._layout = layout
@@ -137,14 +137,16 @@ def _forward(learner: Learner, params: Params, micro: DeviceBatch) -> tuple[Arra
     config = learner.config
     decoder = merge(learner.arch, params)
     dtype = jnp.dtype(config.model.compute_dtype)
-    attention = within_segments(micro.positions, micro.segments, micro.parents)
-    hidden, _ = decoder(micro.tokens, micro.positions, attention, dtype=dtype, remat=config.model.remat)
+    rows = (micro.tokens, micro.positions, micro.segments)
+    hidden, _ = decoder(*rows, parents=micro.parents, dtype=dtype, remat=config.model.remat)
     picked = constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), DATA_AXES)
     return token_logprobs(
         picked,
         decoder.head_table,
         micro.targets,
         temperature=config.sampler.temperature,
+        valid_vocab=learner.arch.valid_vocab,
+        soft_cap=learner.arch.final_soft_cap,
         chunk=max(1, LOGIT_POSITIONS // config.train.micro_batch_size_per_device),
         length=micro.scored,
         entropy_gradient=config.algorithm.entropy_coef > 0,

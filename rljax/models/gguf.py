@@ -85,7 +85,7 @@ def open_gguf(path: Path) -> Outside:
     if _ROPE_FACTORS in stored:
         factors = dequantize(_ROPE_FACTORS, 0, int(stored[_ROPE_FACTORS].shape[-1]))
     arch = _arch(meta, str(path), tied, factors)
-    names: dict[str, str] = {_gguf_name(slot.name): slot.name for slot in slots(arch)}
+    names: dict[str, str] = {_gguf_name(slot.tensor): slot.tensor for slot in slots(arch)}
     origins = {
         names.get(name, name): Origin(path, name, tuple(int(size) for size in reversed(tensor.shape)), tensor.tensor_type.name)
         for name, tensor in stored.items()

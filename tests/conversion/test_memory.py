@@ -1,5 +1,6 @@
 """A conversion holds one layer, not the model."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from rljax.conversion.write import layer_bytes
+from rljax.models.arch import Experts
 from tools.bench.convert import CHILD, synthetic_arch, write_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,9 +24,18 @@ def peak(source: Path, target: Path, to: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+EXPERTS = Experts(count=8, per_token=2, ffn_dim=448, normalize=True)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "phi3": {"family": "phi3"},
+    "qwen3_moe": {"family": "qwen3_moe", "qk_norm": "head", "experts": EXPERTS},
+}
+
+
 @pytest.mark.slow
-def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    arch = synthetic_arch(0.8, 1024)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path, family: str) -> None:
+    arch = dataclasses.replace(synthetic_arch(0.8, 1024), **FAMILIES[family])
     num_bytes = write_source(tmp_path / "hf", arch)
     layer = layer_bytes(arch, np.dtype("bfloat16"))
     assert num_bytes > 25 * layer

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from rljax.convert import convert, read_checkpoint
 from rljax.models import layout
 from rljax.models.hf import open_hf
+from rljax.models.layout import fill, slots, view
+from tests.models.families import save
 from tests.models.oracle import save_llama
 
 BLOCK = (16, 24)  # divides neither every row nor every column count of the tiny model
@@ -83,6 +85,22 @@ def test_every_weight_is_multiplied_by_its_scale(
     assert np.array_equal(down[1], held["model.layers.1.mlp.down_proj.weight"].numpy().T)
     convert(tmp_path / "out", tmp_path / "back")
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["phi3", "qwen3-moe"])
+@pytest.mark.parametrize("form", ["blocks", "rows", "tensor"])
+def test_scales_reach_the_rows_of_fused_tensors_and_every_expert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: str
+) -> None:
+    save(name, tmp_path / "plain")
+    held = save_quantised(tmp_path / "plain", tmp_path / "model", form)
+    monkeypatch.setattr(layout, "_TILE_BYTES", 1000)
+    model = open_hf(tmp_path / "model")
+    params, _ = fill(model, np.dtype("float32"))
+    for slot in slots(model.arch):
+        wanted = held[slot.tensor].numpy()[slot.offset : slot.offset + slot.shape[0]]
+        assert np.array_equal(view(params, slot).reshape(slot.shape), wanted), slot.name
+        assert np.array_equal(model.rows(slot.name, 1, slot.shape[0]), wanted[1:]), slot.name  # may begin inside a block
 
 
 @pytest.mark.parametrize(

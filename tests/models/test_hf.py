@@ -13,7 +13,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from rljax.models.arch import Arch, Rope
-from rljax.models.hf import arch_from_config, config_from_arch, open_hf, write_hf
+from rljax.models.hf import open_hf, write_hf
+from rljax.models.hf_config import arch_from_config, config_from_arch
 from rljax.models.layout import fill, slots
 from tests.models.oracle import LLAMA3_ROPE, TINY, VARIANTS, load_hf, make_llama, save_llama, tokenizer_files
 
@@ -85,16 +86,16 @@ def test_rope_tables_equal_the_references(variant: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, "architectures"),
+        ({"architectures": ["BertModel"]}, "architectures"),
         ({"architectures": ["LlamaForCausalLM", "LlamaForCausalLM"]}, "architectures"),
-        ({"architectures": None, "model_type": "qwen2"}, "architectures"),
+        ({"architectures": None, "model_type": "bert"}, "architectures"),
         ({"model_type": "mistral"}, "model_type"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_bias": "yes"}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"sliding_window": 4096}, "sliding_window"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "mrope", "factor": 4.0}}, "mrope"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1}}, "beta_fast"),

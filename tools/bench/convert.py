@@ -27,8 +27,8 @@ from rljax.conversion.write import layer_bytes
 from rljax.models import shards
 from rljax.models.arch import Arch, Rope
 from rljax.models.decoder import count
-from rljax.models.hf import config_from_arch
-from rljax.models.layout import slots
+from rljax.models.hf_config import config_from_arch
+from rljax.models.layout import slots, tensor_shapes
 from tools.make_tiny_checkpoint import VOCAB_SIZE, tokenizer_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,12 +76,12 @@ def write_source(folder: Path, arch: Arch) -> int:
     """Write a Hugging Face folder of random weights without rljax's own export; return its bytes of weights."""
     folder.mkdir(parents=True)
     rng, groups, filled = np.random.default_rng(0), [[]], 0
-    for slot in slots(arch):
-        size = int(np.prod(slot.shape)) * 2
+    for tensor, shape in tensor_shapes(slots(arch)).items():
+        size = int(np.prod(shape)) * 2
         if groups[-1] and filled + size > SHARD_BYTES:
             groups.append([])
             filled = 0
-        groups[-1].append((slot.name, slot.shape))
+        groups[-1].append((tensor, shape))
         filled += size
     noise = (rng.integers(0, 1 << 16, 1 << 24, np.uint16) & 0x807F | 0x3C00).view(shards.DTYPES["BF16"])
     weight_map = {}
