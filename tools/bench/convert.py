@@ -36,16 +36,17 @@ DTYPE = "bfloat16"
 SHARD_BYTES = 5_000_000_000
 
 CHILD = """
-import json, resource, sys
+import json, resource, sys, time
 from pathlib import Path
 import numpy as np, jax
 from rljax.convert import convert
 jax.devices()
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
+before, start = peak(), time.process_time()
 source, target, to, verify = sys.argv[1:]
 report = convert(Path(source), Path(target), to=to, dtype="bfloat16", verify=verify)
-print(json.dumps({"seconds": round(report.seconds, 2), "peak_bytes": peak(), "peak_bytes_before": before}))
+print(json.dumps({"seconds": round(report.seconds, 2), "peak_bytes": peak(), "peak_bytes_before": before,
+                  "cpu_seconds": round(time.process_time() - start, 2)}))
 """
 
 
@@ -124,6 +125,7 @@ def measure(source: Path, target: Path, to: str, verify: str, num_bytes: int) ->
         "cp_seconds": round(copied, 2),
         "cp_and_sync_seconds": round(durable, 2),
         "convert_seconds": child["seconds"],
+        "convert_cpu_seconds": child["cpu_seconds"],
         "bytes_per_second": round(num_bytes / child["seconds"]),
         "share_of_cp_and_sync": round(durable / child["seconds"], 3),
         "share_of_cp": round(copied / child["seconds"], 3),
