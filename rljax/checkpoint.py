@@ -61,6 +61,7 @@ from rljax.records import RunMeta
 _ARRAYS = "arrays"
 _PARAMS = "params"
 _STEP = re.compile(r"step-(\d{8,})")
+_FILE = re.compile(r"([^/.][^/]*/)?[^/.][^/]*")  # at most one folder deep
 _UNFINISHED = re.compile(r"saving-\d{8,}\.\d+|deleting-\d{8,}")
 
 _log = logging.getLogger(__name__)
@@ -362,7 +363,7 @@ def save_params(directory: Path, params: PyTree, files: Mapping[str, bytes], *, 
     """
     target = local_path(directory)
     for name in files:
-        if name in ("", ".", "..", MANIFEST, _PARAMS) or "/" in name:
+        if not _FILE.fullmatch(name) or name.split("/")[0] in (MANIFEST, _PARAMS):
             raise ValueError(f"{name!r} cannot be the name of a file in a model checkpoint")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         if not (target / MANIFEST).is_file():
@@ -380,8 +381,9 @@ def save_params(directory: Path, params: PyTree, files: Mapping[str, bytes], *, 
                     shutil.rmtree(leftover)
             partial.mkdir(parents=True)
             for name, content in files.items():
+                (partial / name).parent.mkdir(exist_ok=True)
                 (partial / name).write_bytes(content)
-        _start_writing(partial / _PARAMS, leaves).close()
+        _start_writing(partial / _PARAMS, leaves, by_layer=True).close()
         if _is_primary():
             seal(partial, {"leaves": describe(leaves)})
             if target.exists():
@@ -434,7 +436,7 @@ def load_files(directory: Path) -> dict[str, bytes]:
     """
     source = _model_folder(directory)
     try:
-        facts = {name: fact for name, fact in read_manifest(source)["files"].items() if "/" not in name}
+        facts = {name: fact for name, fact in read_manifest(source)["files"].items() if not name.startswith(f"{_PARAMS}/")}
         check_files(source, facts)
     except DamagedError as error:
         raise StorageError(f"the model checkpoint {source} is damaged: {error}. Convert or copy it again") from error
@@ -498,8 +500,10 @@ def _run_meta(body: Mapping[str, Any], folder: Path) -> RunMeta:
     return RunMeta(**body["meta"])
 
 
-def _start_writing(target: Path, leaves: Mapping[str, jax.Array]) -> ocp.AsyncCheckpointer:
+def _start_writing(target: Path, leaves: Mapping[str, jax.Array], *, by_layer: bool = False) -> ocp.AsyncCheckpointer:
     """Copy the leaves to the host and begin to write them; keys are written as the integers they consist of.
+
+    With `by_layer`, every layer of a model is a chunk of its own, so that a conversion reads one without the others.
 
     Returns:
         What is to be closed, which waits for Orbax's commit. It serves one save: after a failure Orbax keeps further
@@ -509,7 +513,8 @@ def _start_writing(target: Path, leaves: Mapping[str, jax.Array]) -> ocp.AsyncCh
     options = ocp.AsyncOptions(create_directories_asynchronously=False)
     writing = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
     stored = {name: jax.random.key_data(leaf) if is_key(leaf) else leaf for name, leaf in leaves.items()}
-    writing.save(target, args=ocp.args.PyTreeSave(stored))
+    chunks = {name: ocp.SaveArgs(shard_axes=(0,) if by_layer and name.startswith("layers.") else ()) for name in stored}
+    writing.save(target, args=ocp.args.PyTreeSave(stored, save_args=chunks))
     return writing
 
 

@@ -155,7 +155,12 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--shard-size", type=int, metavar="BYTES", help="largest safetensors file, with --to hf")
     convert.add_argument("--overwrite", action="store_true", help="replace a model that is already there")
     convert.add_argument("--dry-run", action="store_true", help="show the plan, write nothing")
-    convert.add_argument("--no-verify", action="store_true", help="skip reading back what was written")
+    convert.add_argument(
+        "--verify",
+        choices=("auto", "none", "bits", "logits"),
+        default="auto",
+        help="read back and compare every bit, or also logits (default: both below 8 billion parameters, else bits)",
+    )
 
     config = verb("config", _config, "Show the resolved options and where each value comes from.", _CONFIG)
     recipe(config)
@@ -233,7 +238,7 @@ def _convert(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         overwrite=args.overwrite,
         dry_run=args.dry_run,
-        verify=not args.no_verify,
+        verify=args.verify,
         console=Console(),
         **extra,
     )

@@ -2,7 +2,7 @@
 
 Owns every option, its default, its meaning and the rules between options. Loading (files, overrides, errors with
 the place and the remedy) is in `recipe.py`. Refuses to own device facts: what depends on the number of devices or
-on the model is checked where those are known. Imports neither jax nor the rest of rljax.
+on the model is checked where those are known. Imports no jax, and of rljax the table of presets alone.
 """
 
 import hashlib
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rljax.presets import PRESETS
 
 DType = Literal["float32", "bfloat16"]
 
@@ -131,25 +133,145 @@ class SamplerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """GRPO and its switches; formulas in docs/math.md."""
+    """The policy gradient, as rows of advantage, surrogate, aggregation, KL and correction; formulas in docs/math.md."""
 
+    preset: Literal[
+        "none",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "dapo",
+        "gspo",
+        "gspo_token",
+        "cispo",
+        "sapo",
+        "maxrl",
+        "gdpo",
+    ] = _option("none", "Named algorithm, which sets the defaults of this section; an option that is set wins.")
     num_generations: int = _option(8, "Rollouts per Task.", ge=2)
+    advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo"] = _option(
+        "grpo", "How rewards become advantages: against the group, the other rollouts, or the batch."
+    )
     scale_rewards: Literal["group", "batch", "none"] = _option(
-        "group", "Divide centred rewards by the standard deviation of the group, of the batch, or not at all."
+        "group", "Divide centred rewards by the standard deviation of the group, of the batch, or not at all (grpo, rloo)."
+    )
+    reward_weights: dict[str, float] = _option({}, "Weight of each named reward of the environment (gdpo).")
+    overlong_buffer_len: int = _option(
+        0, "Tokens before the length limit in which a penalty grows; 0 for none, -1 for a fifth of the limit.", ge=-1
+    )
+    overlong_penalty_factor: float = _option(1.0, "Penalty of a message that reaches the length limit (reward).", gt=0)
+    dynamic_sampling: bool = _option(False, "Replace groups whose rewards are all equal by groups of new tasks.")
+    dynamic_sampling_max_rounds: int = _option(
+        10, "Stop the run when so many rounds of sampling have not filled a batch (rounds).", ge=1
+    )
+    surrogate: Literal["clip", "cispo", "sapo", "reinforce"] = _option("clip", "Per-token loss of the policy.")
+    importance_sampling_level: Literal["token", "sequence", "sequence-token"] = _option(
+        "token", "Importance ratio per token, per rollout, or per rollout with the gradient of each token."
     )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = _option(
         "token-mean", "How per-token losses become one number; each denominator is global to the optimizer step."
     )
-    epsilon: float = _option(0.2, "Lower clip range of the importance ratio.", ge=0, lt=1)
-    epsilon_high: float = _option(0.28, "Upper clip range of the importance ratio.", ge=0)
-    beta: float = _option(0.0, "Weight of the KL divergence to the reference policy in the loss.", ge=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = _option("k3", "Estimator of that divergence.")
+    epsilon: float = _option(0.2, "Lower clip range of the importance ratio (clip, cispo); 1 for no lower bound.", ge=0, le=1)
+    epsilon_high: float = _option(0.28, "Upper clip range of the importance ratio (clip, cispo).", ge=0)
+    epsilon_c: float | None = _option(
+        None, "Dual clip: bound of the importance ratio where the advantage is negative (clip); `none` for no bound.", gt=1
+    )
+    sapo_temperature_pos: float = _option(1.0, "Steepness of the soft gate where the advantage is positive (sapo).", gt=0)
+    sapo_temperature_neg: float = _option(1.05, "Steepness of the soft gate where the advantage is not positive (sapo).", gt=0)
+    entropy_coef: float = _option(0.0, "Weight of the entropy bonus.", ge=0)
+    beta: float = _option(0.0, "Weight of the KL divergence to the reference policy.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "k3-ratio"] = _option("k3", "Estimator of that divergence.")
+    kl_in_reward: bool = _option(False, "Take the divergence off the reward instead of adding it to the loss.")
+    kl_target: float | None = _option(
+        None, "Adapt the weight so that the divergence per token comes to this (nats); `none` keeps the weight.", gt=0
+    )
+    kl_gain: float = _option(0.1, "How fast the weight adapts: its largest relative change per step is a fifth of this.", gt=0)
+    reference_sync_steps: int = _option(
+        0, "Optimizer steps between two updates of the reference policy (steps); 0 keeps the initial one.", ge=0
+    )
+    reference_mixup_alpha: float = _option(
+        1.0, "Share of the current policy in the updated reference: 1 replaces it, less makes it an average.", gt=0, le=1
+    )
     num_iterations: int = _option(1, "Passes over each batch of rollouts.", ge=1)
-    rollout_is: Literal["none", "token"] = _option(
-        "token", "Correct for the sampler-learner gap with truncated importance weights per token, or not."
+    proximal: Literal["learner", "behavior"] = _option(
+        "learner", "Policy that the importance ratio is against: the learner's at the start of the update, or the sampler's."
+    )
+    rollout_is: Literal["none", "token", "sequence", "geometric"] = _option(
+        "token", "Level of the importance weights that correct for the sampler-learner gap."
+    )
+    rollout_is_mode: Literal["truncate", "mask"] = _option(
+        "truncate", "Cut weights at their bounds, or give tokens outside of them the weight 0."
     )
     rollout_is_threshold: float = _option(2.0, "Upper bound of those weights.", gt=0)
+    rollout_is_threshold_lower: float = _option(0.0, "Lower bound of those weights.", ge=0)
+    rollout_rs: Literal["none", "token", "sequence", "geometric"] = _option(
+        "none", "Level at which tokens or rollouts too far from the sampler leave the loss and its denominators."
+    )
+    rollout_rs_threshold: float = _option(2.0, "Largest ratio of learner to sampler that stays.", gt=0)
+    rollout_rs_threshold_lower: float = _option(0.5, "Smallest ratio of learner to sampler that stays.", ge=0)
     mask_truncated_completions: bool = _option(False, "Leave rollouts that hit the length limit out of the loss.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, options: Any) -> Any:
+        """Put the preset's values where nothing was set."""
+        preset = options.get("preset") if isinstance(options, dict) else None
+        return {**PRESETS[preset], **options} if isinstance(preset, str) and preset in PRESETS else options
+
+    def describe(self) -> str:
+        """Say in a line what is combined, for people."""
+        kl = f"KL {self.kl_estimator} in the {'reward' if self.kl_in_reward else 'loss'}" if self.beta > 0 else "no KL"
+        named = "" if self.preset == "none" else f"{self.preset}: "
+        return f"{named}{self.advantage} advantages, {self.surrogate} surrogate, {self.loss_agg_mode}, {kl}"
+
+    def _broken_rules(self) -> Iterator[str]:
+        yield from self._broken_advantage_rules()
+        yield from self._broken_kl_rules()
+        if self.surrogate != "clip" and self.epsilon_c is not None:
+            yield f"algorithm.epsilon_c has no effect with algorithm.surrogate = '{self.surrogate}'; remove one"
+        if self.proximal == "behavior" and self.rollout_is != "none":
+            yield (
+                "algorithm.proximal = 'behavior' puts the sampler into the importance ratio, and algorithm.rollout_is = "
+                f"'{self.rollout_is}' would correct for it a second time; set algorithm.rollout_is = 'none'"
+            )
+        for name in ("rollout_is", "rollout_rs"):
+            low, high = getattr(self, f"{name}_threshold_lower"), getattr(self, f"{name}_threshold")
+            if low > high:
+                yield f"algorithm.{name}_threshold_lower ({low}) exceeds algorithm.{name}_threshold ({high})"
+
+    def _broken_advantage_rules(self) -> Iterator[str]:
+        if self.scale_rewards != "group" and self.advantage not in ("grpo", "rloo"):
+            yield f"algorithm.scale_rewards has no effect with algorithm.advantage = '{self.advantage}'; remove one"
+        if self.advantage == "gdpo":
+            if not self.reward_weights:
+                yield "algorithm.advantage = 'gdpo' needs algorithm.reward_weights, a weight for each named reward"
+            if self.overlong_buffer_len or (self.kl_in_reward and self.beta > 0):
+                yield (
+                    "algorithm.advantage = 'gdpo' normalises named rewards, to which algorithm.overlong_buffer_len and "
+                    "algorithm.kl_in_reward have nothing to add; remove them, or let the environment name such a reward"
+                )
+        elif self.reward_weights:
+            yield f"algorithm.reward_weights has no effect with algorithm.advantage = '{self.advantage}'; set it to 'gdpo'"
+        if self.advantage == "maxrl" and (self.overlong_buffer_len or (self.kl_in_reward and self.beta > 0)):
+            yield (
+                "algorithm.advantage = 'maxrl' divides by the mean reward, which algorithm.overlong_buffer_len and "
+                "algorithm.kl_in_reward can make negative; remove them"
+            )
+
+    def _broken_kl_rules(self) -> Iterator[str]:
+        if self.kl_in_reward and self.kl_estimator in ("k3+", "k3-ratio"):
+            yield (
+                f"algorithm.kl_estimator = '{self.kl_estimator}' differs from 'k3' in its gradient alone, and with "
+                "algorithm.kl_in_reward there is none; use k3"
+            )
+        if self.beta == 0:
+            for name in ("kl_target", "reference_sync_steps"):
+                if getattr(self, name):
+                    yield f"algorithm.{name} has no effect with algorithm.beta = 0; set a weight above 0, or remove it"
+        if self.reference_mixup_alpha < 1 and not self.reference_sync_steps:
+            yield "algorithm.reference_mixup_alpha has no effect with algorithm.reference_sync_steps = 0; remove one"
 
 
 class OptimizerConfig(Section):
@@ -255,6 +377,11 @@ class Config(Section):
                 f"sampler.slots ({sampler.slots}) must be a multiple of "
                 f"algorithm.num_generations ({algorithm.num_generations}), so that groups share their prompt"
             )
+        if self.overlong_buffer_len > sampler.max_completion_length:
+            yield (
+                f"algorithm.overlong_buffer_len ({self.overlong_buffer_len}) exceeds sampler.max_completion_length "
+                f"({sampler.max_completion_length})"
+            )
         longest = sampler.max_prompt_length + sampler.max_completion_length
         if self.pack_length < longest:
             yield (
@@ -297,6 +424,12 @@ class Config(Section):
         return self.train.mini_batch_size or self.train.rollout_batch_size
 
     @property
+    def overlong_buffer_len(self) -> int:
+        """Tokens before the length limit in which the penalty grows; 0 for none. DAPO's 4096 of 20480 are a fifth."""
+        asked = self.algorithm.overlong_buffer_len
+        return max(1, self.sampler.max_completion_length // 5) if asked < 0 else asked
+
+    @property
     def updates_per_batch(self) -> int:
         """Optimizer steps per batch of rollouts."""
         return self.algorithm.num_iterations * (self.train.rollout_batch_size // self.mini_batch_size)
@@ -326,6 +459,8 @@ _FREE_BETWEEN_RESTARTS: Any = {
     "data": {"path"},  # the content is guarded by the dataset fingerprint
     "env": {"workers", "reset_timeout", "step_timeout", "max_retries", "max_failure_fraction"},
     "sampler": {"slots", "cache_tokens", "decode_chunk"},
+    # The preset is in the values it set; a run that used up its rounds was stopped, and may be given more.
+    "algorithm": {"preset", "dynamic_sampling_max_rounds"},
     "train": {"steps", "micro_batch_size_per_device"},
     "checkpoint": True,
     "eval": True,

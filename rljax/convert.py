@@ -1,21 +1,18 @@
 """Converting models between Hugging Face folders, GGUF files and rljax checkpoints, and opening the latter.
 
-Owns the verb `convert`: recognising the source, the plan, writing so that the target is whole or not there, and reading
-back what was written. Also owns `read_checkpoint`, through which training, evaluation and sampling get a model. Refuses
-to own formats: those are in `models/hf.py`, `models/gguf.py` and `checkpoint.py`.
+Owns the verb `convert`: the plan, the order of writing and proving, and what is told. Also owns `read_checkpoint`, through
+which training, evaluation and sampling get a model. Refuses to own formats (`models/hf.py`, `models/gguf.py`, `zarr.py`,
+`checkpoint.py`) and the single stages (`conversion/`).
 
-    source --open, check--> plan --read--> params --write--> .name.XXXX.partial --read back--> rename --> target
+    source --open, check--> plan --a layer at a time--> .name.XXXX.partial --open both, compare--> rename --> target
 """
 
 import dataclasses
 import json
-import os
+import math
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,31 +24,43 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rljax.checkpoint import load_files, load_params, save_params
+from rljax.checkpoint import load_params
 from rljax.config import DType
-from rljax.manifest import DamagedError, StorageError, read_manifest, rename, storage_errors, sync_folder
+from rljax.conversion.proof import LogitComparison, compare_bits, compare_logits, logits_fit
+from rljax.conversion.sources import (
+    ARCH_FILE,
+    Kind,
+    check_content,
+    open_source,
+    parameter_part,
+    read_arch,
+    source_kind,
+    stored_dtype,
+)
+from rljax.conversion.stage import check_target, staged
+from rljax.conversion.write import write_model, write_report
 from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params, count
-from rljax.models.gguf import open_gguf
-from rljax.models.hf import open_hf, write_hf
-from rljax.models.layout import Outside, Slot, fill, slots, view
+from rljax.models.layout import Outside, slots
 from rljax.pytree import Params
 
 SHARD_SIZE = 5_000_000_000
 """Default limit of one safetensors file (bytes)."""
 
-Kind = Literal["hf", "gguf", "orbax"]
-"""A model's format: a Hugging Face folder, a GGUF file, or a checkpoint of rljax."""
+Verify = Literal["auto", "none", "bits", "logits"]
+"""How a conversion is proved: `bits` compares every tensor, `logits` also what both models compute."""
 
-ARCH_FILE = "arch.json"
+LOGITS_BELOW = 8_000_000_000
+"""Models of fewer parameters are proved by logits too, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One tensor of the source and what it becomes. Names are unique on both sides.
+    """One tensor of the source, or rows of a fused one, and what they become. Names are unique on both sides.
 
     Example:
-        PlanRow(source="blk.3.attn_k.weight", source_type="Q4_1", target="layers.qkv[3].key", shape=(192, 576))
+        PlanRow(source="blk.3.attn_k.weight", source_type="Q4_1", target="layers.qkv[3].key", shape=(192, 576),
+                dtype="float32", transform="key")
     """
 
     source: str
@@ -62,6 +71,10 @@ class PlanRow:
     """Name in the target; for a checkpoint of rljax the parameter, its layer and the part of it."""
     shape: tuple[int, ...]
     """Shape as a Hugging Face checkpoint has it."""
+    dtype: str
+    """Type in the target."""
+    transform: str
+    """How its dims are arranged in a parameter: a key of `models.layout.TRANSFORMS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +83,7 @@ class ConvertReport:
 
     Example:
         ConvertReport(source=..., target=..., kind="gguf", to="orbax", arch=arch, dtype="float32", plan=(row,), notices=(),
-                      num_params=134515008, num_bytes=538060032, seconds=9.5, verified=True, written=True)
+                      num_params=134515008, num_bytes=538060032, seconds=9.5, verified=True, logits=None, written=True)
     """
 
     source: Path
@@ -86,7 +99,7 @@ class ConvertReport:
     dtype: str
     """Type of the written parameters."""
     plan: tuple[PlanRow, ...]
-    """One row per tensor."""
+    """One row per tensor; for each part of a fused one."""
     notices: tuple[str, ...]
     """What was assumed, left out, or looks wrong."""
     num_params: int
@@ -97,6 +110,8 @@ class ConvertReport:
     """Duration of reading, writing and verifying (seconds)."""
     verified: bool
     """Whether the target was read back and compared bit by bit."""
+    logits: LogitComparison | None
+    """How the logits of source and target differ, if they were compared."""
     written: bool
     """False after a dry run."""
 
@@ -125,11 +140,13 @@ def convert(
     dtype: DType | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
-    verify: bool = True,
+    verify: Verify = "auto",
     shard_size: int = SHARD_SIZE,
     console: Console | None = None,
 ) -> ConvertReport:
     """Convert a model; the target is complete and proved, or not there at all.
+
+    Beside a written target lies `NAME.conversion.json`, the report as JSON.
 
     Args:
         source: A Hugging Face folder, a .gguf file, or a checkpoint of rljax.
@@ -138,7 +155,8 @@ def convert(
         dtype: Type of the written parameters; default: as stored in a checkpoint of rljax, else float32.
         overwrite: Replace a target that is itself a model.
         dry_run: Open and check the source and plan, but read no weights and write nothing.
-        verify: Read back what was written and compare it bit by bit.
+        verify: Whether to read back what was written and compare it, bit by bit or by logits too; `auto` does both for
+            models below `LOGITS_BELOW` parameters that fit in memory, and bits alone for others.
         shard_size: Largest safetensors file (bytes); only for `hf`.
         console: Where to show the plan and the outcome; default: nowhere.
 
@@ -152,38 +170,56 @@ def convert(
         raise ValueError(f"shard_size is {shard_size}; it must be a positive number of bytes")
     kind = source_kind(source)
     to = to or ("hf" if kind == "orbax" else "orbax")
-    _check_target(source, target, overwrite)
-    arch, files, notices, origins, read = _open_source(kind, source)
-    dtype = dtype or (_stored_dtype(source) if kind == "orbax" else "float32")
-    _check_tokenizer(files, arch, source)
+    check_target(source, target, overwrite, (ARCH_FILE, "config.json"))
+    model = open_source(kind, source)
+    dtype = dtype or (stored_dtype(source) if kind == "orbax" else "float32")
+    notices = (*model.notices, *_check_tokenizer(model.files, model.arch, source))
     report = ConvertReport(
         source=source,
         target=target,
         kind=kind,
         to=to,
-        arch=arch,
+        arch=model.arch,
         dtype=dtype,
-        plan=tuple(_plan(arch, origins, to)),
-        notices=tuple(notices),
-        num_params=count(arch),
-        num_bytes=count(arch) * np.dtype(dtype).itemsize,
+        plan=tuple(_plan(model, to, dtype)),
+        notices=notices,
+        num_params=count(model.arch),
+        num_bytes=count(model.arch) * np.dtype(dtype).itemsize,
         seconds=0.0,
         verified=False,
+        logits=None,
         written=False,
     )
     if console is not None:
         show_plan(report, console)
     if not dry_run:
-        params, found = read(np.dtype(dtype))
-        with _staged(target) as folder:
-            _write(folder, to, arch, params, files, dtype, shard_size)
-            if verify:
-                _verify(folder, to, arch, params, files, dtype)
-        report = dataclasses.replace(report, notices=(*notices, *found), verified=verify, written=True)
+        report = _carry_out(report, model, verify, shard_size)
     report = dataclasses.replace(report, seconds=time.monotonic() - start)
+    if report.written:
+        write_report(target.with_name(f"{target.name}.conversion.json"), _as_json(report))
     if console is not None:
         show_outcome(report, console)
     return report
+
+
+def _carry_out(report: ConvertReport, model: Outside, verify: Verify, shard_size: int) -> ConvertReport:
+    """Write the target, prove it and put it in its place."""
+    notices, logits = list(report.notices), None
+    if report.kind == "orbax":
+        check_content(report.source)
+    if verify == "auto":
+        fits = report.num_params < LOGITS_BELOW and logits_fit(report.arch)
+        if not fits:
+            notices.append("logits were not compared: the model is too large to be run here (verify=logits insists)")
+        verify = "logits" if fits else "bits"
+    with staged(report.target, report.num_bytes) as folder:
+        notices += write_model(folder, report.to, model, report.dtype, shard_size)
+        if verify != "none":
+            reopened = open_source(report.kind, report.source)
+            compare_bits(reopened, open_source(report.to, folder), np.dtype(report.dtype))
+        if verify == "logits":
+            logits = compare_logits(report.kind, report.source, report.to, folder, report.dtype)
+    return dataclasses.replace(report, notices=tuple(notices), verified=verify != "none", logits=logits, written=True)
 
 
 def read_checkpoint(
@@ -210,52 +246,16 @@ def read_checkpoint(
     return Checkpoint(arch, load_params(directory, abstract), directory)
 
 
-def read_arch(directory: Path) -> Arch:
-    """Read the architecture of a checkpoint of rljax without loading it.
-
-    Raises:
-        ValueError: There is no checkpoint, or of another format; says how to make one.
-    """
-    path = directory / ARCH_FILE
-    if not path.exists():
-        hint = (
-            f"`rljax convert {directory} NEW_FOLDER` makes one of it" if _is_foreign(directory) else "`rljax convert` makes one"
-        )
-        raise ValueError(f"{directory} is no checkpoint of rljax ({ARCH_FILE} is missing); {hint}")
-    return Arch.from_json(path.read_text(encoding="utf-8"))
-
-
-def source_kind(source: Path) -> Kind:
-    """Recognise the format of a model.
-
-    Raises:
-        ValueError: It does not exist or is none that can be read.
-    """
-    if not source.exists():
-        raise ValueError(f"{source} does not exist; give a Hugging Face folder, a .gguf file or a checkpoint of rljax")
-    if source.is_file():
-        if source.suffix.lower() != ".gguf":
-            raise ValueError(f"{source} is a file but no .gguf file; give the folder of a Hugging Face model instead")
-        return "gguf"
-    if (source / ARCH_FILE).exists():
-        return "orbax"
-    if (source / "config.json").exists():
-        return "hf"
-    found = sorted(path.name for path in source.glob("*.gguf"))
-    hint = f"; did you mean {source / found[0]}?" if found else ""
-    raise ValueError(f"{source} holds neither {ARCH_FILE} nor config.json, so it is no model that rljax can read{hint}")
-
-
 def show_plan(report: ConvertReport, console: Console) -> None:
     """Show the plan, one line for each kind of tensor: the layers of a model are alike."""
     console.print(f"{report.source} ({report.kind}) -> {report.target} ({report.to}, {report.dtype})", markup=False)
     table = Table(box=box.SIMPLE)
-    for heading in ("source", "type", "target", "shape", "count"):
+    for heading in ("source", "type", "target", "transform", "shape", "count"):
         table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
     groups: dict[tuple[str, ...], int] = {}
     for row in report.plan:
         shape = " x ".join(map(str, row.shape))
-        line = (_without_layer(row.source), row.source_type, _without_layer(row.target), shape)
+        line = (_without_numbers(row.source), row.source_type, _without_numbers(row.target), row.transform, shape)
         groups[line] = groups.get(line, 0) + 1
     for line, number in groups.items():
         table.add_row(*map(Text, line), str(number))
@@ -271,75 +271,34 @@ def show_outcome(report: ConvertReport, console: Console) -> None:
         console.print(f"dry run: the source is complete ({size}); nothing was written", markup=False)
         return
     proof = "read back and compared bit by bit" if report.verified else "not verified"
+    if report.logits is not None:
+        proof += f", logits of {report.logits.rows} prompts differ by at most {report.logits.max_abs_difference:.2g}"
     console.print(f"wrote {report.target}: {size}, {proof}, in {report.seconds:.1f} s", markup=False)
 
 
-Reader = Callable[[np.dtype], tuple[Params, list[str]]]
+def _as_json(report: ConvertReport) -> dict[str, Any]:
+    """Return the report as plain JSON values."""
+    return {**dataclasses.asdict(report), "source": str(report.source), "target": str(report.target)}
 
 
-def _open_source(
-    kind: Kind, source: Path
-) -> tuple[Arch, dict[str, bytes], tuple[str, ...], Mapping[str, tuple[str, str]], Reader]:
-    """Open a source of any format: architecture, files, notices, slot name -> (name, type), and how to read the weights."""
-    if kind == "orbax":
-        arch = read_arch(source)
-        files = {name: content for name, content in load_files(source).items() if name != ARCH_FILE}
-        stored = _stored_dtype(source)
-        origins = {slot.name: (_parameter_part(slot), stored) for slot in slots(arch)}
-        return arch, files, (), origins, lambda dtype: (_load(source, arch, dtype), [])
-    model: Outside = open_hf(source) if kind == "hf" else open_gguf(source)
-    origins = {name: (origin.name, origin.dtype) for name, origin in model.origins.items()}
-    return model.arch, dict(model.files), model.notices, origins, lambda dtype: fill(model, dtype)
+def _plan(model: Outside, to: Kind, dtype: str) -> Iterator[PlanRow]:
+    """Yield one row per slot, after checking that together they are every parameter, once."""
+    table = slots(model.arch)
+    filled = sum(math.prod(slot.shape) for slot in table)
+    assert filled == count(model.arch), f"the tensors fill {filled} of {count(model.arch)} elements"
+    for slot in table:
+        origin = model.origins[slot.name]
+        target = slot.name if to == "hf" else parameter_part(slot)
+        yield PlanRow(origin.name, origin.dtype, target, slot.shape, dtype, slot.part)
 
 
-def _stored_dtype(source: Path) -> DType:
-    """Return the type of a checkpoint's parameters: bfloat16 if all are, else float32, which holds them all."""
-    try:
-        stored = {leaf["dtype"] for leaf in read_manifest(source)["leaves"].values()}
-    except DamagedError as err:
-        raise StorageError(f"the model checkpoint {source} is damaged: {err}. Convert or copy it again") from err
-    return "bfloat16" if stored == {"bfloat16"} else "float32"
+def _without_numbers(name: str) -> str:
+    """Replace the numbers of layers and experts by stars, so that the rows of all of them look alike."""
+    return re.sub(r"(?<=[.\[,])\d+(?=[.\],])", "*", name)
 
 
-def _plan(arch: Arch, origins: Mapping[str, tuple[str, str]], to: Kind) -> Iterator[PlanRow]:
-    for slot in slots(arch):
-        source, stored = origins[slot.name]
-        yield PlanRow(source, stored, slot.name if to == "hf" else _parameter_part(slot), slot.shape)
-
-
-def _parameter_part(slot: Slot) -> str:
-    """Name the part of a parameter: `layers.qkv[3].key`."""
-    layer = "" if slot.layer is None else f"[{slot.layer}]"
-    return f"{slot.target}{layer}" + ("" if slot.part in ("whole", "out", "down") else f".{slot.part}")
-
-
-def _without_layer(name: str) -> str:
-    """Replace the layer number by a star, so that the rows of all layers look alike."""
-    return re.sub(r"(?<=[.\[])\d+(?=[.\]])", "*", name, count=1)
-
-
-def _is_foreign(directory: Path) -> bool:
-    return (directory / "config.json").exists() or directory.suffix == ".gguf"
-
-
-def _check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """Refuse a target that would be lost or cannot be made, before the source is read."""
-    if target.exists():
-        if source.resolve().is_relative_to(target):
-            raise ValueError(f"{target} is or holds the source; choose another target")
-        empty = target.is_dir() and not any(target.iterdir())
-        model = target.is_dir() and any((target / name).exists() for name in (ARCH_FILE, "config.json"))
-        if not empty and not model:
-            raise ValueError(f"{target} exists and is no model; choose another target")
-        if not empty and not overwrite:
-            raise ValueError(f"{target} already holds a model; choose another target or allow overwriting it")
-    blocking = next((parent for parent in target.parents if parent.exists()), None)
-    if blocking is not None and not blocking.is_dir():
-        raise ValueError(f"{target} cannot be made: {blocking} is a file; choose another target")
-
-
-def _check_tokenizer(files: Mapping[str, bytes], arch: Arch, source: Path) -> None:
-    """Refuse a model without a tokenizer, or with one that has more ids than the model has rows."""
+def _check_tokenizer(files: Mapping[str, bytes], arch: Arch, source: Path) -> list[str]:
+    """Refuse a model without a tokenizer, or with one that has more ids than the model has rows; note unused rows."""
     if "tokenizer.json" not in files:
         raise ValueError(
             f"{source / 'tokenizer.json'} does not exist; a model needs its tokenizer in this format, so save it as a fast "
@@ -359,69 +318,5 @@ def _check_tokenizer(files: Mapping[str, bytes], arch: Arch, source: Path) -> No
             f"{source / 'tokenizer.json'}: has the id {largest}, but the model has {arch.vocab_size} rows (vocab_size); "
             "the two do not belong together"
         )
-
-
-@contextmanager
-def _staged(target: Path) -> Iterator[Path]:
-    """Give a folder beside the target that takes its place when all went well and is removed when not."""
-    with storage_errors(f"{target} could not be written"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-    replaced = stage / "replaced"
-    try:
-        # One folder deeper, because the folder itself was made with the narrow permissions of temporary files.
-        yield stage / "model"
-        with storage_errors(f"{target} could not be written"):
-            if target.exists():
-                rename(target, replaced)
-            rename(stage / "model", target)
-    finally:
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
-        shutil.rmtree(stage, ignore_errors=True)
-
-
-def _write(folder: Path, to: Kind, arch: Arch, params: Params, files: Mapping[str, bytes], dtype: str, shard_size: int) -> None:
-    if to == "orbax":
-        cpu = jax.local_devices(backend="cpu")[0]  # a model may be larger than the memory of one accelerator
-        save_params(folder, jax.device_put(params, cpu), {ARCH_FILE: arch.to_json().encode(), **files})
-        return
-    with storage_errors(f"{folder} could not be written"):
-        folder.mkdir()
-        write_hf(folder, arch, params, files, dtype, shard_size)
-        for path in folder.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(folder)
-
-
-def _verify(folder: Path, to: Kind, arch: Arch, params: Params, files: Mapping[str, bytes], dtype: str) -> None:
-    """Read the written model and compare every bit of it."""
-    if to == "orbax":
-        loaded = _load(folder, arch, np.dtype(dtype))
-        tensors = {slot.name: view(loaded, slot) for slot in slots(arch)}
-    else:
-        model = open_hf(folder)
-        if model.arch != arch:
-            raise StorageError(f"{folder}: config.json reads back as {model.arch} instead of {arch}")
-        tensors = {slot.name: model.read(slot.name) for slot in slots(arch)}
-    for slot in slots(arch):
-        wrote, got = view(params, slot), tensors[slot.name]
-        if _bits(wrote) != _bits(got):
-            raise StorageError(f"{folder}: {slot.name} reads back with other values; check the storage and convert again")
-    for name, content in files.items():
-        if (folder / name).read_bytes() != content:
-            raise StorageError(f"{folder}: {name} reads back with other content; check the storage and convert again")
-
-
-def _bits(array: np.ndarray) -> Any:
-    return array.dtype, array.tobytes()
-
-
-def _load(directory: Path, arch: Arch, dtype: np.dtype) -> Params:
-    """Load a checkpoint of rljax into numpy arrays."""
-    place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract_params(arch, dtype)
-    )
-    return jax.tree.map(np.asarray, load_params(directory, abstract))
+    unused = arch.vocab_size - 1 - largest
+    return [f"the last {unused} rows of the embedding belong to no token"] if unused else []

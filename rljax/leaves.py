@@ -66,12 +66,13 @@ def is_key(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def describe(leaves: Mapping[str, jax.Array]) -> dict[str, dict[str, Any]]:
+def describe(leaves: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> dict[str, dict[str, Any]]:
     """Describe leaves for the manifest: shape, type, and for typed random keys the name of their generator."""
     facts: dict[str, dict[str, Any]] = {}
     for name, leaf in leaves.items():
         facts[name] = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
         if is_key(leaf):
+            assert isinstance(leaf, jax.Array), f"the generator of {name} is not known from its shape"
             facts[name]["generator"] = str(jax.random.key_impl(leaf))
     return facts
 

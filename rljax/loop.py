@@ -4,10 +4,10 @@ Owns the order of a run's stages. Refuses to own the stages themselves.
 
     prompts -> collect (sample and judge) -> advantages -> pack -> update x n -> publish -> log, save
        ^                                                                            |
-       +------------------------ version + n, position + batch ---------------------+
+       +------------------------ version + n, position + tasks ---------------------+
 
-State between two batches is (parameters, optimizer, step, position in the prompt stream); with the seed it decides
-everything that follows, so a checkpoint of exactly that continues bit for bit.
+State between two batches is (parameters, optimizer, a reference and its weight where they move, step, position in the
+prompt stream); with the seed it decides everything that follows, so a checkpoint of exactly that continues bit for bit.
 """
 
 import hashlib
@@ -36,8 +36,9 @@ from rljax.manifest import MANIFEST
 from rljax.mesh import build_mesh, data_shards
 from rljax.pytree import Params
 from rljax.records import Group, RunMeta
-from rljax.rollouts.batching import Prepared, batch_shape, prepare
+from rljax.rollouts.batching import Prepared, batch_shape, needs_revision, prepare, revise
 from rljax.rollouts.collector import Job, Stopped
+from rljax.rollouts.refill import Collected, NothingToLearn, fill_batch
 from rljax.rollouts.stack import Stack, build_engine, open_stack
 from rljax.rollouts.statistics import rollout_metrics, update_metrics
 from rljax.rollouts.tasks import fitting_tasks
@@ -81,6 +82,7 @@ def train(config: Config, report: Callable[[str], None] = lambda text: None) -> 
         ValueError: the configuration does not fit the model, the tasks, the devices or the run that is being resumed.
         StorageError: a checkpoint could not be written, or none of those there is good.
         EnvironmentFailure: too many rollouts could not be scored.
+        NothingToLearn: dynamic sampling found too few groups with different rewards; the run is saved.
     """
     clock = Clock()
     with stop_requests() as stop, ExitStack() as opened, _compile_time(clock):
@@ -90,6 +92,9 @@ def train(config: Config, report: Callable[[str], None] = lambda text: None) -> 
             run.go()
         except Stopped:
             _log.info("stopped while collecting rollouts; they will be collected again")
+        except NothingToLearn:
+            run.save()
+            raise
         if not stop():
             with clock.bucket("checkpoint"):
                 run.export()
@@ -116,6 +121,7 @@ def check(config: Config, report: Callable[[str], None] = lambda text: None) -> 
     Learner(arch, mesh, config)
     build_engine(config, arch, mesh, tokenizer.stop_ids)
     shape = batch_shape(config, data_shards(mesh))
+    report(f"algorithm: {config.algorithm.describe()}")
     report(f"mesh: {dict(mesh.shape)} on {mesh.devices.flat[0].device_kind}")
     report(f"batch: up to {shape.micro_batches} micro-batches of {shape.rows} rows of {shape.length} tokens")
     report(f"epochs: {config.train.steps / config.updates_per_batch * config.train.rollout_batch_size / len(tasks):.2f}")
@@ -142,7 +148,8 @@ class _Run:
         self.learner = Learner(arch, self.stack.mesh, config)
         self.shape = batch_shape(config, data_shards(self.stack.mesh))
         self.state, self.meta = self._first_state(report)
-        self.reference = self._load() if config.algorithm.beta > 0 else None
+        fixed = config.algorithm.beta > 0 and not config.algorithm.reference_sync_steps
+        self.reference = self._load() if fixed else None  # one that moves is part of the state
         self.dir.record_launch(config, [str(device) for device in self.stack.mesh.devices.flat], began)
         self.rollout_log = RolloutLog(self.dir.rollouts) if config.telemetry.rollouts else None
         self.sinks = opened.enter_context(self._open_sinks())
@@ -230,22 +237,28 @@ class _Run:
 
     def _one_batch(self) -> None:
         """Collect one batch of rollouts and make its optimizer steps."""
-        groups = self._collect()
+        collected = self._collect()
         fault_point("loop.collected")
         with self.clock.bucket("scoring"):
-            prepared = prepare(groups, self.config, self.shape)
+            prepared = prepare(collected.kept, self.config, self.shape)
             batches = [self.learner.put(batch) for batch in prepared.batches]
-            references = [None if self.reference is None else self.learner.score(self.reference, batch) for batch in batches]
+            reference = self.state.reference or self.reference
+            references = [None if reference is None else self.learner.score(reference, batch) for batch in batches]
             # With one update per batch the proximal policy is the current one, and needs no scoring.
-            single = self.config.updates_per_batch == 1
-            proximal = [None if single else self.learner.score(self.state.params, batch) for batch in batches]
-        extra: dict[str, Any] = rollout_metrics(groups, prepared.advantages)
+            scored = self.config.updates_per_batch > 1 or needs_revision(self.config)
+            proximal = [self.learner.score(self.state.params, batch) if scored else None for batch in batches]
+            if needs_revision(self.config):
+                ours, theirs = jax.device_get((proximal, references))
+                known = None if reference is None else theirs
+                prepared = revise(prepared, collected.kept, self.config, ours, known, self._beta())
+                batches = [self.learner.put(batch) for batch in prepared.batches]
+        extra: dict[str, Any] = rollout_metrics(collected.sampled, self.config)
         for _ in range(self.config.algorithm.num_iterations):
             for index, batch in enumerate(batches):
                 values = self._update(prepared, index, batch, proximal[index], references[index])
                 last = self.meta.step % self.config.updates_per_batch == 0
                 if last:
-                    position = self.meta.prompt_position + self.config.train.rollout_batch_size
+                    position = self.meta.prompt_position + collected.tasks
                     self.meta = replace(self.meta, prompt_position=position)
                     self._publish()
                 self._log(values | extra)
@@ -253,21 +266,29 @@ class _Run:
         self._save_if_due()
         self._evaluate()
 
-    def _collect(self) -> list[Group]:
+    def _beta(self) -> float:
+        """Return the weight of the divergence at the next step."""
+        return self.config.algorithm.beta if self.state.beta is None else float(jax.device_get(self.state.beta))
+
+    def _collect(self) -> Collected:
         algorithm, position = self.config.algorithm, self.meta.prompt_position
-        tasks = self.stream.take(position, self.config.train.rollout_batch_size)
-        jobs = [
-            Job(task, self.stream.epoch_of(position + index) * algorithm.num_generations) for index, task in enumerate(tasks)
-        ]
+
+        def sample(taken: int, count: int) -> list[Group]:
+            tasks = self.stream.take(position + taken, count)
+            epochs = [self.stream.epoch_of(position + taken + index) for index in range(count)]
+            jobs = [Job(task, epoch * algorithm.num_generations) for task, epoch in zip(tasks, epochs, strict=True)]
+            return self.stack.collector.collect(jobs, algorithm.num_generations, "train", self.config.sampler.temperature)
+
         fault_point("loop.collecting")
-        groups = self.stack.collector.collect(jobs, algorithm.num_generations, "train", self.config.sampler.temperature)
+        collected = fill_batch(sample, self.config)
         if self.rollout_log is not None:
-            self.rollout_log.write(self.meta.step + 1, groups)
-        return groups
+            self.rollout_log.write(self.meta.step + 1, collected.sampled)
+        return collected
 
     def _update(self, prepared: Prepared, index: int, batch: DeviceBatch, proximal: Any, reference: Any) -> dict[str, float]:
         """Make one optimizer step and return its metrics."""
         with self.clock.bucket("update"):
+            beta = self._beta()
             self.state, output = self.learner.step(self.state, batch, proximal, reference)
             fault_point("loop.updating")
             sums, grad_norm, learning_rate = jax.device_get((output.metrics, output.grad_norm, output.learning_rate))
@@ -275,6 +296,7 @@ class _Run:
         self.trained += 1
         self.meta = replace(self.meta, step=self.meta.step + 1, version=self.meta.version + 1)
         values = update_metrics(prepared.batches[index], sums, logp)
+        values |= {"loss/beta": beta, "gap/rejected_fraction": prepared.rejected_fraction}
         return values | {"optimizer/grad_norm": float(grad_norm), "optimizer/learning_rate": float(learning_rate)}
 
     def _log(self, values: dict[str, float]) -> None:

@@ -104,19 +104,23 @@ def rename(source: Path, target: Path) -> None:
         sync_folder(source.parent)
 
 
-def seal(folder: Path, body: Mapping[str, Any]) -> dict[str, int]:
+def seal(folder: Path, body: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, int]:
     """Make all files of a folder durable and write the manifest that proves them.
 
     Args:
         folder: What is to be proved, complete and no longer written to.
         body: What the manifest says beside the files; plain JSON values.
+        known: `size` and `sha256` of files whose writer made them durable and took both from what it wrote, by their path
+            inside the folder; they are not read again.
 
     Returns:
         Size of every file (bytes), by its path inside the folder.
     """
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
-    def measure(name: str) -> dict[str, Any]:
+    def measure(name: str) -> Mapping[str, Any]:
+        if known is not None and name in known:
+            return known[name]
         with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -156,7 +160,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not intact:
         raise DamagedError(f"{MANIFEST} does not match its own digest")
     if body["format"] != FORMAT:
-        raise ValueError(f"{folder} has checkpoint format {body['format']}; this version of rljax reads format {FORMAT}")
+        newer = isinstance(body["format"], int) and body["format"] > FORMAT
+        remedy = "a newer rljax wrote it, so update rljax" if newer else "convert the model again"
+        raise ValueError(f"{folder} has checkpoint format {body['format']}, and this rljax reads format {FORMAT}; {remedy}")
     return body
 
 

@@ -3,8 +3,8 @@
 Owns the five mesh axes, the two rule sets that map logical axes of parameters to mesh axes, and the shardings that
 follow. Refuses to know any model: it works on trees of shapes and axis names.
 
-    learner: parameters split over `fsdp` (their embed dim) and `tensor`; rows of a batch over `replica` and `fsdp`
-    sampler: parameters split over `tensor` alone, whole on every data shard; slots over `replica` and `fsdp`
+    learner: parameters split over `fsdp` (their embed dim), `tensor` and `expert`; rows of a batch over `replica` and `fsdp`
+    sampler: parameters split over `tensor` and `expert`, whole on every data shard; slots over `replica` and `fsdp`
 """
 
 import math
@@ -23,8 +23,8 @@ DATA_AXES = ("replica", "fsdp")
 
 Rules = Mapping[str, str | None]
 
-LEARNER_RULES: Rules = {"embed": "fsdp", "kv_heads": "tensor", "ffn": "tensor", "vocab": "tensor"}
-SAMPLER_RULES: Rules = {"kv_heads": "tensor", "ffn": "tensor", "vocab": "tensor"}
+SAMPLER_RULES: Rules = {"kv_heads": "tensor", "ffn": "tensor", "vocab": "tensor", "experts": "expert"}
+LEARNER_RULES: Rules = {**SAMPLER_RULES, "embed": "fsdp"}
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:

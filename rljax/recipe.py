@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from rljax.config import CHECKING_RULES, Config, Section
+from rljax.presets import default_source
 
 Key = tuple[str, ...]
 
@@ -59,7 +60,7 @@ def load_with_sources(path: Path | str | None = None, overrides: Sequence[str] =
 
     Returns:
         The configuration, and a map such as `{"optimizer.learning_rate": "recipe.toml:12"}` whose values are
-        `file:line`, `command line` or `default`.
+        `file:line`, `command line`, `preset name` or `default`.
 
     Raises:
         ConfigError: the file or an override cannot be used; the message lists all problems.
@@ -81,7 +82,8 @@ def load_with_sources(path: Path | str | None = None, overrides: Sequence[str] =
     if problems:
         raise ConfigError(problems)
     rows = [key for option in _OPTIONS.values() for key, _ in _rows(config, option)]
-    return config, {_dotted(key): settings[key].source if key in settings else "default" for key in rows}
+    preset = vars(config.algorithm)["preset"]  # not by attribute, which would count as a read
+    return config, {_dotted(key): settings[key].source if key in settings else default_source(preset, *key[:2]) for key in rows}
 
 
 def render(config: Config, sources: Mapping[str, str] | None = None) -> str:

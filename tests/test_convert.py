@@ -14,12 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
-from rljax.checkpoint import save_params
+from rljax import manifest, zarr
+from rljax.checkpoint import load_files, save_params
+from rljax.conversion.proof import compare_logits
 from rljax.convert import Checkpoint, convert, read_arch, read_checkpoint, source_kind
 from rljax.data.tokenizer import Tokenizer
-from rljax.manifest import StorageError
-from rljax.models import hf
+from rljax.manifest import StorageError, read_manifest
+from rljax.models import layout
 from rljax.models.decoder import abstract_params
+from rljax.models.shards import read_header
 from tests.models.gguf_files import metadata, write_gguf
 from tests.models.oracle import load_hf, make_llama, save_llama, tokenizer_files
 
@@ -48,6 +51,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_a_round_trip_returns_the_same_bits_and_files(source: Path, tmp_path: Path) -> None:
     there = convert(source, tmp_path / "für alle" / "my model")
     back = convert(there.target, tmp_path / "back")
@@ -57,7 +64,8 @@ def test_a_round_trip_returns_the_same_bits_and_files(source: Path, tmp_path: Pa
     assert tensors(tmp_path / "back") == tensors(source)
     for name in tokenizer_files():
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "für alle"]
+    assert names(tmp_path) == ["back", "back.conversion.json", "für alle"]
+    assert names(tmp_path / "für alle") == ["my model", "my model.conversion.json"]
     assert (
         there.num_bytes
         == 4 * there.num_params
@@ -69,6 +77,8 @@ def test_the_plan_is_one_to_one(source: Path, tmp_path: Path) -> None:
     for to in ("orbax", "hf"):
         plan = convert(source, tmp_path / "out", to=to, dry_run=True).plan
         assert len({row.source for row in plan}) == len({row.target for row in plan}) == len(plan) == 21
+        assert {row.dtype for row in plan} == {"float32"}
+        assert {row.transform for row in plan if "k_proj" in row.source} == {"key"}
     assert not (tmp_path / "out").exists()
 
 
@@ -127,7 +137,7 @@ def test_an_existing_target_is_kept_unless_told(source: Path, tmp_path: Path) ->
     convert(source, tmp_path / "out", overwrite=True)
     assert source_kind(tmp_path / "out") == "orbax"
     assert not (tmp_path / "out" / "config.json").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert names(tmp_path) == ["out", "out.conversion.json"]
 
 
 def test_a_target_that_is_something_else_is_never_replaced(source: Path, tmp_path: Path) -> None:
@@ -158,31 +168,33 @@ def test_an_interrupted_conversion_leaves_what_was_there(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(MODULE, "_verify", interrupted)
+    monkeypatch.setattr(MODULE, "compare_bits", interrupted)
     for target in ("out", "new"):
         with pytest.raises(KeyboardInterrupt):
             convert(source, tmp_path / target, to=to, overwrite=True)
     assert contents(tmp_path / "out") == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert names(tmp_path) == ["out", "out.conversion.json"]
 
 
 @pytest.mark.parametrize("to", ["orbax", "hf"])
 def test_a_changed_bit_in_what_was_written_is_noticed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
 ) -> None:
-    def flip(params: Any) -> Any:
-        params["layers"]["down"][1, 2, 3] = np.nextafter(params["layers"]["down"][1, 2, 3], 9, dtype=np.float32)
-        return params
+    original = MODULE.write_model
 
-    original = {"hf": hf.write_hf, "orbax": save_params}[to]
+    def write(folder: Path, *rest: Any) -> Any:
+        notices = original(folder, *rest)
+        if to == "orbax":
+            path, place = folder / "params" / "layers.down" / "1.0.0", -1
+        else:
+            entry = read_header(folder / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+            path, place = entry.file, entry.offset + 5
+        raw = bytearray(path.read_bytes())
+        raw[place] ^= 1
+        path.write_bytes(raw)
+        return notices
 
-    def write(folder: Path, *rest: Any, **options: Any) -> None:
-        index = 1 if to == "hf" else 0
-        copied = jax.tree.map(np.array, rest[index])
-        wrong = flip(copied) if to == "hf" else jax.tree.map(jax.numpy.asarray, flip(copied))
-        original(folder, *rest[:index], wrong, *rest[index + 1 :], **options)
-
-    monkeypatch.setattr(MODULE, original.__name__, write)
+    monkeypatch.setattr(MODULE, "write_model", write)
     with pytest.raises(StorageError, match=r"model\.layers\.1\.mlp\.down_proj\.weight reads back"):
         convert(source, tmp_path / "out", to=to)
     assert not list(tmp_path.iterdir())
@@ -266,3 +278,128 @@ def test_an_export_of_a_mixed_checkpoint_is_wide(checkpoint: Path, tmp_path: Pat
     params["embed"] = params["embed"].astype("bfloat16")
     save_params(tmp_path / "mixed", params, {"arch.json": arch.to_json().encode(), **tokenizer_files()})
     assert convert(tmp_path / "mixed", tmp_path / "out").dtype == "float32"
+
+
+def test_the_report_lies_beside_the_checkpoint(source: Path, tmp_path: Path) -> None:
+    report = convert(source, tmp_path / "out")
+    told = json.loads((tmp_path / "out.conversion.json").read_text(encoding="utf-8"))
+    assert (told["verified"], told["logits"]["max_abs_difference"], told["logits"]["top1_agreement"]) == (True, 0.0, 1.0)
+    assert len(told["plan"]) == len(report.plan)
+    assert told["arch"]["rope"]["theta"] == report.arch.rope.theta
+    assert (told["source"], told["num_bytes"]) == (str(source), report.num_bytes)
+
+
+def test_logits_tell_how_much_a_narrower_type_costs(source: Path, tmp_path: Path) -> None:
+    found = convert(source, tmp_path / "narrow", dtype="bfloat16").logits
+    again = convert(tmp_path / "narrow", tmp_path / "back").logits
+    assert found is not None
+    assert again is not None
+    assert found.source_dtype == "float32"
+    assert 1e-3 < found.max_abs_difference < 1.0  # eight bits of mantissa, logits of about 10
+    assert (again.source_dtype, again.max_abs_difference) == ("bfloat16", 0.0)
+
+
+def test_other_weights_compute_other_logits(source: Path, checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "other")
+    weights = {name: value.copy() for name, value in load_file(source / "model.safetensors").items()}
+    weights["model.layers.1.mlp.up_proj.weight"] *= np.float32(1.01)
+    save_file(weights, tmp_path / "other" / "model.safetensors")
+    assert compare_logits("hf", source, "orbax", checkpoint, "float32").max_abs_difference == 0
+    with pytest.raises(StorageError, match="computes other logits"):
+        compare_logits("hf", tmp_path / "other", "orbax", checkpoint, "float32")
+
+
+@pytest.mark.parametrize(("verify", "bits", "logits"), [("none", False, False), ("bits", True, False), ("logits", True, True)])
+def test_what_is_proved_can_be_chosen(source: Path, tmp_path: Path, verify: Any, bits: bool, logits: bool) -> None:
+    report = convert(source, tmp_path / "out", verify=verify)
+    assert (report.verified, report.logits is not None) == (bits, logits)
+
+
+def test_a_model_that_is_too_large_to_run_is_still_compared_bit_by_bit(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "LOGITS_BELOW", 1000)
+    report = convert(source, tmp_path / "out")
+    assert (report.verified, report.logits) == (True, None)
+    assert any("logits were not compared" in notice for notice in report.notices)
+
+
+def test_all_bits_survive_when_tensors_come_a_few_rows_at_a_time(
+    source: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "model.gguf", make_llama().state_dict(), metadata())
+    monkeypatch.setattr(layout, "_TILE_BYTES", 700)  # two or three rows
+    monkeypatch.setattr(zarr, "_CHUNK_BYTES", 500)
+    wanted = load_hf(source)[1]
+    for name, model in (("hf", source), ("gguf", tmp_path / "model.gguf"), ("rljax", checkpoint)):
+        convert(model, tmp_path / name, to="orbax", dtype="float32")
+        ours = read_checkpoint(tmp_path / name).params
+        assert jax.tree.all(jax.tree.map(lambda one, other: np.array_equal(one, other), ours, wanted)), name
+    convert(tmp_path / "hf", tmp_path / "back")
+    assert tensors(tmp_path / "back") == tensors(source)
+
+
+def test_a_checkpoint_can_be_copied_in_another_type(checkpoint: Path, tmp_path: Path) -> None:
+    report = convert(checkpoint, tmp_path / "narrow", to="orbax", dtype="bfloat16")
+    assert (report.kind, report.to) == ("orbax", "orbax")
+    ours = read_checkpoint(tmp_path / "narrow", dtype="bfloat16").params
+    theirs = read_checkpoint(checkpoint, dtype="bfloat16").params
+    assert jax.tree.all(jax.tree.map(lambda one, other: np.array_equal(one, other), ours, theirs))
+
+
+def test_what_training_saved_is_exported_and_copied(checkpoint: Path, source: Path, tmp_path: Path) -> None:
+    files = {**load_files(checkpoint), "arch.json": read_arch(checkpoint).to_json().encode()}
+    save_params(tmp_path / "trained", read_checkpoint(checkpoint).params, files)
+    convert(tmp_path / "trained", tmp_path / "exported")
+    convert(tmp_path / "trained", tmp_path / "copied", to="orbax")
+    convert(tmp_path / "copied", tmp_path / "exported again")
+    assert tensors(tmp_path / "exported") == tensors(tmp_path / "exported again") == tensors(source)
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "newer")
+    body = read_manifest(checkpoint)
+    (tmp_path / "newer" / "manifest.json").write_bytes(manifest._render({**body, "format": manifest.FORMAT + 1}))
+    with pytest.raises(ValueError, match="a newer rljax wrote it, so update rljax"):
+        convert(tmp_path / "newer", tmp_path / "out")
+
+
+def test_further_chat_templates_travel(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "model")
+    templates = tmp_path / "model" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ messages }} ü", encoding="utf-8")
+    convert(tmp_path / "model", tmp_path / "there")
+    convert(tmp_path / "there", tmp_path / "back")
+    back = tmp_path / "back" / "additional_chat_templates"
+    assert contents(back) == contents(templates)
+    assert names(tmp_path / "back") == names(tmp_path / "model")
+
+
+def test_unused_rows_of_the_embedding_are_told(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_bytes(tokenizer_files(90)["tokenizer.json"])
+    report = convert(tmp_path / "model", tmp_path / "out", dry_run=True)
+    assert report.notices == ("the last 7 rows of the embedding belong to no token",)
+
+
+def test_another_architecture_is_refused(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"]}))
+    with pytest.raises(ValueError, match="BertModel"):
+        convert(tmp_path / "model", tmp_path / "out")
+
+
+def test_arrays_that_were_never_committed_are_no_model(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "saving-00000030.1").mkdir()
+    shutil.copytree(checkpoint / "params", tmp_path / "saving-00000030.1" / "arrays")
+    with pytest.raises(ValueError, match="never committed"):
+        convert(tmp_path / "saving-00000030.1", tmp_path / "out")
+    (tmp_path / "saving-00000030.1" / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match="step of a run"):
+        convert(tmp_path / "saving-00000030.1", tmp_path / "out")
+    shutil.copytree(checkpoint, tmp_path / "torn")
+    (tmp_path / "torn" / "manifest.json").unlink()
+    with pytest.raises(StorageError, match=r"manifest\.json cannot be read"):
+        convert(tmp_path / "torn", tmp_path / "out")

@@ -107,6 +107,46 @@ def test_equal_rewards_move_nothing(tmp_path: Path) -> None:
     assert param_bits(tmp_path / "run" / "model") == param_bits(tiny_checkpoint())
 
 
+MOVING = (
+    *("env.name=tests.worlds:Choosy", "algorithm.preset=dapo", "algorithm.num_iterations=2", "data.num_tasks=64"),
+    *("algorithm.beta=0.1", "algorithm.kl_target=0.01", "algorithm.reference_sync_steps=1"),
+    *("algorithm.reference_mixup_alpha=0.25", "checkpoint.every=4"),
+)
+"""All that a checkpoint has to remember besides parameters and moments: tasks used up, a reference and a weight that move."""
+
+
+def test_a_run_with_everything_that_moves_continues_to_the_same_bits(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    result = train(config(whole, *MOVING, "train.steps=8"))
+    for steps in (4, 8):
+        train(config(parts, *MOVING, f"train.steps={steps}"))
+    assert state_bits(parts, 8) == state_bits(whole, 8)
+    assert metric_rows(parts) == metric_rows(whole)
+    assert rollout_rows(parts) == rollout_rows(whole)
+    names = set(state_bits(whole, 8))
+    assert "beta" in names
+    assert any(name.startswith("reference.") for name in names)
+    rows = step_metrics(whole)
+    sampled = [row["groups/sampled"] for row in rows.values() if "groups/sampled" in row]
+    assert max(sampled) > 4, "some groups had to be replaced, or nothing is shown"
+    assert result.metrics["progress/prompt_position"] == sum(sampled)
+    assert [row["groups/zero_variance_fraction"] > 0 for row in rows.values() if "groups/sampled" in row] == [
+        count > 4 for count in sampled
+    ]
+    assert rows[1]["loss/kl"] == 0.0, "the reference starts as the policy"
+    assert rows[1]["loss/beta"] == pytest.approx(0.1)
+    assert rows[2]["loss/beta"] == pytest.approx(0.098)
+    task_ids = [row["task_id"] for file in rollout_rows(whole).values() for row in file]
+    assert len(set(task_ids)) == sum(sampled), "no task is sampled twice in an epoch, none is skipped"
+
+
+def test_without_an_informative_group_a_run_stops_with_the_cause(tmp_path: Path) -> None:
+    options = ("env.name=tests.worlds:Constant", "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=2")
+    with pytest.raises(ValueError, match=r"0 of 4 groups .* in 8 groups and 2 rounds .*8 of reward 0\.5"):
+        train(config(tmp_path / "run", *options, "train.steps=1", "checkpoint.every=1"))
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 def test_a_thread_can_train(tmp_path: Path) -> None:
     """Notebooks and servers do; only signals are not heard there."""
     found: list[TrainResult] = []
@@ -125,6 +165,7 @@ def test_a_check_tells_the_plan_and_writes_nothing(tmp_path: Path) -> None:
         "train: all 16 tasks fit max_prompt_length = 48 (longest: 21 tokens)",
         "eval: all 3 tasks fit max_prompt_length = 48 (longest: 16 tokens)",
     ]
+    assert said[2] == "algorithm: grpo advantages, clip surrogate, token-mean, no KL"
     assert said[-1] == "epochs: 1.00"
 
 

@@ -14,7 +14,7 @@ from rljax import faults
 from rljax.checkpoint import StorageError, load_files, load_params, save_params
 from tests.checkpointed_run import abstract_of, bits
 
-FILES = {"arch.json": b'{"layers": 2}', "tokenizer.json": b"\x00\xff"}
+FILES = {"arch.json": b'{"layers": 2}', "tokenizer.json": b"\x00\xff", "more/template.jinja": b"x"}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def test_parameters_and_files_come_back(tmp_path: Path) -> None:
     assert bits(load_params(tmp_path / "deep" / "model", abstract_of(parameters()))) == bits(parameters())
     assert load_files(tmp_path / "deep" / "model") == FILES
     assert os.listdir(tmp_path / "deep") == ["model"]
-    assert sorted(os.listdir(tmp_path / "deep" / "model")) == ["arch.json", "manifest.json", "params", "tokenizer.json"]
+    assert sorted(os.listdir(tmp_path / "deep" / "model")) == ["arch.json", "manifest.json", "more", "params", "tokenizer.json"]
 
 
 def test_parameters_are_loaded_onto_a_mesh(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_folder_is_replaced_only_when_allowed_and_only_when_it_is_ours(tmp_pat
         save_params(tmp_path / "thesis", parameters(), {}, overwrite=True)
 
 
-@pytest.mark.parametrize("name", ["params", "manifest.json", "a/b", "..", ""])
+@pytest.mark.parametrize("name", ["params", "params/b", "manifest.json", "a/b/c", "a/../b", "/a", "..", ""])
 def test_file_names_stay_inside_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="cannot be the name of a file"):
         save_params(tmp_path / "model", parameters(), {name: b""})

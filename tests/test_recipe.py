@@ -409,8 +409,15 @@ def test_every_option_arrives_where_it_was_set(tmp_path: Path) -> None:
         "optimizer.min_learning_rate": 'optimizer.schedule="linear"',
     }
     companions |= dict.fromkeys(("data.path", "eval.path"), 'data.source="file"')
+    companions |= dict.fromkeys(
+        ("algorithm.kl_target", "algorithm.reference_sync_steps", "algorithm.reference_mixup_alpha"), "algorithm.beta=0.5"
+    )
+    companions["algorithm.proximal"] = 'algorithm.rollout_is="none"'
+    companions["algorithm.reward_weights"] = 'algorithm.advantage="gdpo"'
     for (section, name), option in recipe._OPTIONS.items():
         key = f"{section}.{name}"
+        if key == "algorithm.preset":
+            continue  # it is there to change others; see tests/test_presets.py
         value = _another_value(key, option)
         for load_one in (lambda text: load(None, text.split("\n")), lambda text: load(write(tmp_path, text))):
             text = "\n".join([f"{key}={value}", *_needed(key, companions)])
@@ -426,6 +433,8 @@ def _needed(key: str, companions: dict[str, str]) -> list[str]:
         lines.append("optimizer.decay_steps=50")
     if key in ("data.source", "eval.path"):
         lines.append('data.path="/tasks.jsonl"')
+    if key == "algorithm.reference_mixup_alpha":
+        lines.append("algorithm.reference_sync_steps=1")
     if key == "optimizer.min_learning_rate":
         lines.append("optimizer.learning_rate=1e-3")
     return lines
@@ -446,6 +455,10 @@ def _another_value(key: str, option: "recipe._Option") -> str:
         "env.options": "{x = 1}",
         "sampler.temperature": "0.5",
         "algorithm.epsilon": "0.3",
+        "algorithm.epsilon_c": "3.0",
+        "algorithm.kl_target": "0.5",
+        "algorithm.reward_weights": "{x = 1}",
+        "algorithm.rollout_rs_threshold_lower": "0.25",
     }
     if key in special:
         return special[key]

@@ -55,6 +55,23 @@ class Constant(Letters):
         return StepResult((), 0.5, True)
 
 
+class Choosy(Letters):
+    """Rewards texts with enough lower-case letters by 1 and others by 0, so that some groups are all alike."""
+
+    class Options(Section):
+        """How many."""
+
+        share: float = 0.4
+
+    def __init__(self, options: "Choosy.Options") -> None:
+        """Take the options."""
+        self._share = options.share
+
+    def step(self, text: str) -> StepResult:
+        """Score the text."""
+        return StepResult((), float(letter_share(text) >= self._share), True)
+
+
 class Slow(Letters):
     """Takes its time to score."""
 

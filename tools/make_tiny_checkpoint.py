@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rljax.checkpoint import save_params
 from rljax.convert import ARCH_FILE
 from rljax.models.arch import Arch, Rope
-from rljax.models.decoder import INIT_STD, abstract_params
+from rljax.models.decoder import abstract_params
+from rljax.models.parameters import INIT_STD
 from rljax.pytree import Params
 
 VOCAB_SIZE = 320

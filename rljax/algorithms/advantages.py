@@ -1,16 +1,21 @@
-"""Group-relative advantages, on the host.
+"""From rewards to advantages, on the host.
 
-Owns the step from rewards to one advantage per rollout, and the verdict which groups carry a signal. Refuses to own
-rewards, packing and losses. Grouping is by id, never by position, so slicing and shuffling change nothing.
+Owns the estimators (rows of `ADVANTAGES`), the shaping of rewards by length, and the verdict which groups carry a
+signal. Refuses to own where rewards come from, packing and losses. Grouping is by id, never by position, so slicing
+and shuffling change nothing.
+
+    rewards, groups, lengths, costs --row--> one advantage per rollout and per loss token
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
+
+from rljax.config import AlgorithmConfig
 
 ZERO_VARIANCE_TOLERANCE = 1e-6
 """Rewards whose range is at most this (times their magnitude, if above 1) are equal: rounding is not a preference."""
@@ -33,9 +38,14 @@ class GroupOutcome:
     mean: float | None
     """Mean reward of the scored ones; None when there are none."""
     zero_variance: bool
-    """Whether its rewards are equal (or it was dropped), so that all its advantages are 0."""
+    """Whether its rewards are equal (or it was dropped): compared with itself it teaches nothing."""
     dropped: str | None
     """Why the group is not trained on, or None."""
+
+    @property
+    def informative(self) -> bool:
+        """Whether the group compares rollouts of which one is better than another."""
+        return self.dropped is None and not self.zero_variance
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,65 +53,188 @@ class Advantages:
     """The advantages of one batch of rollouts, in the order given.
 
     Example:
-        Advantages(values=np.array([0.7, -0.7, 0], np.float32), used=np.array([True, True, False]), groups=(outcome,))
+        Advantages(values=np.array([0.7, -0.7, 0], np.float32), tokens=np.array([0.7, 0.7, -0.7], np.float32),
+                   used=np.array([True, True, False]), groups=(outcome,))
     """
 
     values: Float[np.ndarray, " n"]
-    """Advantage of each rollout, float32; 0 where it is not used."""
+    """Advantage of each rollout, float32; 0 where it is not used. Where tokens differ: that of its first token."""
+    tokens: Float[np.ndarray, " t"]
+    """Advantage of each loss token of the used rollouts, one rollout after the other, float32."""
     used: Bool[np.ndarray, " n"]
     """Whether the rollout is scored and its group not dropped; only these may enter the loss and its denominators."""
     groups: tuple[GroupOutcome, ...]
     """The groups, in order of first appearance."""
 
 
-def group_advantages(
+class Scored(NamedTuple):
+    """What the rows of `ADVANTAGES` are given: the k used rollouts of a batch and their t loss tokens."""
+
+    rewards: Float[np.ndarray, " k"]
+    """Reward of each rollout."""
+    groups: Int[np.ndarray, " k"]
+    """Number of its group."""
+    lengths: Int[np.ndarray, " k"]
+    """Its loss tokens."""
+    costs: Float[np.ndarray, " t"]
+    """What each loss token takes off the reward, one rollout after the other."""
+    parts: Mapping[str, Float[np.ndarray, " k"]]
+    """The named rewards that have a weight."""
+
+    @property
+    def owners(self) -> Int[np.ndarray, " t"]:
+        """Rollout of each loss token."""
+        return np.repeat(np.arange(len(self.rewards)), self.lengths)
+
+    @property
+    def net(self) -> Float[np.ndarray, " k"]:
+        """Reward of each rollout without what its tokens cost."""
+        return self.rewards - np.bincount(self.owners, self.costs, minlength=len(self.rewards))
+
+
+Values = tuple[np.ndarray, np.ndarray]
+"""Advantage of each rollout " k" and of each loss token " t", float64."""
+
+
+def estimate_advantages(
     rewards: Sequence[float | None],
     group_ids: Sequence[Hashable],
-    scale_rewards: Literal["group", "batch", "none"],
+    config: AlgorithmConfig,
+    *,
+    lengths: Int[np.ndarray, " n"] | None = None,
+    costs: Sequence[Float[np.ndarray, " _"]] | None = None,
+    parts: Sequence[Mapping[str, float]] | None = None,
 ) -> Advantages:
-    """Centre each reward by its group's mean and scale it (GRPO, arXiv:2402.03300 section 4.1.2).
-
-    advantage = (reward - mean(group)) / std, with the sample standard deviation (ddof = 1) of the group's rewards for
-    `group`, of all used rewards for `batch`, and 1 for `none` (arXiv:2503.20783). No epsilon is added: groups without
-    variance are recognised by the range of their rewards and get exactly 0.
+    """Turn rewards into advantages by the row of `ADVANTAGES` that `config.advantage` names.
 
     A reward of None (not scored) enters no statistics. Groups with fewer than two scored rollouts are dropped. Sums
-    are exact, so the order of the rollouts does not change a bit. Raises ValueError for a reward that is not finite.
+    over groups are exact, so the order of the rollouts does not change a bit. `lengths` are loss tokens (default: one
+    each), `costs` what each of them takes off the reward (default: nothing), `parts` the named rewards of each rollout.
+    Raises ValueError for a reward that is not finite, or a named reward that is missing.
+    """
+    outcomes = group_outcomes(rewards, group_ids)
+    numbers = {outcome.id: number for number, outcome in enumerate(outcomes)}
+    groups = np.array([numbers[group_id] for group_id in group_ids], np.int64)
+    used = np.array(
+        [reward is not None and outcomes[group].dropped is None for reward, group in zip(rewards, groups, strict=True)], bool
+    )
+    chosen: list[int] = np.flatnonzero(used).tolist()
+    own_lengths = np.ones(len(chosen), np.int64) if lengths is None else np.asarray(lengths, np.int64)[chosen]
+    scored = Scored(
+        np.array([rewards[index] for index in chosen], np.float64),
+        groups[chosen],
+        own_lengths,
+        np.zeros(int(own_lengths.sum())) if costs is None else np.concatenate([np.zeros(0), *(costs[i] for i in chosen)]),
+        {name: _named(parts, name, chosen) for name in config.reward_weights},
+    )
+    assert scored.costs.shape == (own_lengths.sum(),), "costs are per loss token"
+    values = np.zeros(len(rewards), np.float32)
+    values[chosen], tokens = ADVANTAGES[config.advantage](scored, config)
+    return Advantages(values, tokens.astype(np.float32), used, outcomes)
+
+
+def group_outcomes(rewards: Sequence[float | None], group_ids: Sequence[Hashable]) -> tuple[GroupOutcome, ...]:
+    """Judge each group, in order of first appearance: scored rollouts, mean, whether its rewards are all equal.
+
+    Equality is by range, max - min <= 1e-6 * max(1, max |R|), never by a computed deviation.
+    Raises ValueError for a reward that is not finite.
     """
     assert len(rewards) == len(group_ids), (len(rewards), len(group_ids))
-    members: dict[Hashable, list[int]] = {}
-    for index, group_id in enumerate(group_ids):
-        members.setdefault(group_id, []).append(index)
-    known = {index: reward for index, reward in enumerate(rewards) if reward is not None}
-    for index, reward in known.items():
-        if not math.isfinite(reward):
-            raise ValueError(
-                f"rollout {index} of group {group_ids[index]!r} has reward {reward}; report a failure to score as None"
-            )
-
-    values = np.zeros(len(rewards), np.float64)
-    used = np.zeros(len(rewards), bool)
+    members: dict[Hashable, list[float | None]] = {}
+    for index, (reward, group_id) in enumerate(zip(rewards, group_ids, strict=True)):
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(f"rollout {index} of group {group_id!r} has reward {reward}; report a failure to score as None")
+        members.setdefault(group_id, []).append(reward)
     outcomes = []
-    for group_id, indices in members.items():
-        scored = [index for index in indices if index in known]
-        own = [known[index] for index in scored]
+    for group_id, all_rewards in members.items():
+        own = [reward for reward in all_rewards if reward is not None]
         mean = math.fsum(own) / len(own) if own else None
-        equal = _are_equal(own)
         dropped = None
-        if len(scored) < 2:
-            dropped = f"{len(scored)} of {len(indices)} rollouts scored; a group needs at least 2"
-        else:
-            used[scored] = True
-        if mean is not None and not equal:
-            scale = sample_std(own) if scale_rewards == "group" else 1.0
-            values[scored] = [(reward - mean) / scale for reward in own]
-        outcomes.append(GroupOutcome(group_id, len(indices), len(scored), mean, equal, dropped))
+        if len(own) < 2:
+            dropped = f"{len(own)} of {len(all_rewards)} rollouts scored; a group needs at least 2"
+        outcomes.append(GroupOutcome(group_id, len(all_rewards), len(own), mean, _are_equal(own), dropped))
+    return tuple(outcomes)
 
-    if scale_rewards == "batch":
-        batch = [known[int(index)] for index in np.flatnonzero(used)]
-        if not _are_equal(batch):  # otherwise every advantage is 0 already
-            values /= sample_std(batch)
-    return Advantages(values.astype(np.float32), used, tuple(outcomes))
+
+def overlong_penalties(lengths: Int[np.ndarray, " n"], limit: int, buffer: int, factor: float) -> Float[np.ndarray, " n"]:
+    """Return what each message's length (tokens) adds to its reward: 0, falling to -factor at the limit.
+
+    0 up to limit - buffer, then factor * ((limit - buffer) - length) / buffer, never below -factor (DAPO,
+    arXiv:2503.14476, eq. 13). A buffer of 0 adds nothing.
+    """
+    if buffer == 0:
+        return np.zeros(len(lengths))
+    return factor * np.clip(((limit - buffer) - np.asarray(lengths, np.float64)) / buffer, -1.0, 0.0)
+
+
+def grpo(scored: Scored, config: AlgorithmConfig) -> Values:
+    """Return (R - mean(group)) / scale (GRPO, arXiv:2402.03300 section 4.1.2; scale 1: Dr. GRPO, arXiv:2503.20783).
+
+    The scale is the sample standard deviation (ddof = 1) of the group's rewards for `group`, of all for `batch`, and 1
+    for `none`. No epsilon is added: a group without variance is centred and not scaled.
+    """
+    return _of_rollouts(scored, _scaled(scored, _by_group(scored.net, scored, _centred), config))
+
+
+def rloo(scored: Scored, config: AlgorithmConfig) -> Values:
+    """Return (R - mean(the group's other rewards)) / scale (arXiv:2402.14740); scales as in `grpo`."""
+
+    def against_others(own: np.ndarray) -> np.ndarray:
+        return _centred(own) * (len(own) / (len(own) - 1))
+
+    return _of_rollouts(scored, _scaled(scored, _by_group(scored.net, scored, against_others), config))
+
+
+def reinforce_pp(scored: Scored, config: AlgorithmConfig) -> Values:
+    """Whiten each token's return over all loss tokens of the batch (REINFORCE++, arXiv:2501.03262).
+
+    A token's return is the reward without the costs of it and the tokens after it.
+    """
+    total = np.cumsum(scored.costs)
+    ends = np.cumsum(scored.lengths)
+    before = total - scored.costs
+    last = np.concatenate([np.zeros(1), total])[ends][scored.owners]
+    returns = scored.rewards[scored.owners] - (last - before)
+    mean, scale = _whitening(returns)
+    return (scored.net - mean) / scale, (returns - mean) / scale
+
+
+def reinforce_pp_baseline(scored: Scored, config: AlgorithmConfig) -> Values:
+    """Centre by the group's mean, then whiten over all loss tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262)."""
+    centred = _by_group(scored.net, scored, _centred)
+    mean, scale = _whitening(centred[scored.owners])
+    return _of_rollouts(scored, (centred - mean) / scale)
+
+
+def maxrl(scored: Scored, config: AlgorithmConfig) -> Values:
+    """Return (R - mean(group)) / mean(group) (MaxRL, arXiv:2602.02710); 0 where all rewards are 0.
+
+    With rewards of 0 and 1 its expectation is the gradient of the likelihood of success, cut at the order of the
+    group's size. Raises ValueError for a negative reward.
+    """
+    if (scored.rewards < 0).any():
+        raise ValueError(
+            f"algorithm.advantage = 'maxrl' needs rewards of 0 and above, and one is {scored.rewards.min():g}; "
+            "change the reward, or choose another advantage"
+        )
+
+    def by_mean(own: np.ndarray) -> np.ndarray:
+        centred = _centred(own)
+        return centred / (math.fsum(own) / len(own)) if centred.any() else centred
+
+    return _of_rollouts(scored, _by_group(scored.net, scored, by_mean))
+
+
+def gdpo(scored: Scored, config: AlgorithmConfig) -> Values:
+    """Normalise each named reward in the group, add them by weight, whiten over the batch (GDPO, arXiv:2601.05242).
+
+    A named reward that is equal in the whole group adds 0 there, whatever the others do.
+    """
+    total = np.zeros(len(scored.rewards))
+    for name, weight in config.reward_weights.items():
+        total += weight * _by_group(scored.parts[name], scored, _standardised)
+    mean, scale = _whitening(total)
+    return _of_rollouts(scored, (total - mean) / scale)
 
 
 def sample_std(values: Sequence[float]) -> float:
@@ -111,8 +244,72 @@ def sample_std(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
+def _by_group(values: np.ndarray, scored: Scored, of_group: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Apply a function to the values of each group."""
+    out = np.zeros(len(values))
+    for group in np.unique(scored.groups):
+        own = scored.groups == group
+        out[own] = of_group(values[own])
+    return out
+
+
+def _centred(own: np.ndarray) -> np.ndarray:
+    return np.zeros(len(own)) if _are_equal(own.tolist()) else own - math.fsum(own) / len(own)
+
+
+def _standardised(own: np.ndarray) -> np.ndarray:
+    centred = _centred(own)
+    return centred / sample_std(own.tolist()) if centred.any() else centred
+
+
+def _scaled(scored: Scored, centred: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
+    """Divide centred rewards as `scale_rewards` says."""
+    if config.scale_rewards == "group":
+        # Where only the costs differ, dividing by their deviation would blow them up to the size of a reward.
+        flat = _by_group(scored.rewards, scored, lambda own: np.full(len(own), float(_are_equal(own.tolist()))))
+        deviations = _by_group(scored.net, scored, lambda own: np.full(len(own), sample_std(own.tolist())))
+        return centred / np.where((flat > 0) | (centred == 0), 1.0, deviations)
+    if config.scale_rewards == "batch" and not _are_equal(scored.net.tolist()):
+        return centred / sample_std(scored.net.tolist())
+    return centred
+
+
+def _whitening(values: np.ndarray) -> tuple[float, float]:
+    """Return mean and sample standard deviation; infinity for it when all values are equal, so that they become 0."""
+    known = values.tolist()
+    mean = math.fsum(known) / max(len(known), 1)
+    return mean, math.inf if _are_equal(known) else sample_std(known)
+
+
+def _of_rollouts(scored: Scored, values: np.ndarray) -> Values:
+    return values, values[scored.owners]
+
+
+def _named(parts: Sequence[Mapping[str, float]] | None, name: str, chosen: Sequence[int]) -> np.ndarray:
+    assert parts is not None, "reward_weights need the named rewards of each rollout"
+    found = [parts[index] for index in chosen]
+    for own in found:
+        if name not in own:
+            raise ValueError(
+                f"algorithm.reward_weights has {name!r}, and a rollout's named rewards are {sorted(own)}; weigh those, or "
+                "let the environment name this one in `components`"
+            )
+    return np.array([own[name] for own in found], np.float64)
+
+
 def _are_equal(rewards: Sequence[float]) -> bool:
     if len(rewards) < 2:
         return True
     magnitude = max(1.0, max(abs(reward) for reward in rewards))
     return max(rewards) - min(rewards) <= ZERO_VARIANCE_TOLERANCE * magnitude
+
+
+ADVANTAGES: dict[str, Callable[[Scored, AlgorithmConfig], Values]] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "maxrl": maxrl,
+    "gdpo": gdpo,
+}
+"""Estimators by the names of `algorithm.advantage`."""

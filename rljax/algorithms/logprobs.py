@@ -20,7 +20,9 @@ class _Settings(NamedTuple):
 
     temperature: float
     valid_vocab: int
+    soft_cap: float | None
     chunk: int
+    entropy_gradient: bool
 
 
 def token_logprobs(
@@ -30,19 +32,22 @@ def token_logprobs(
     *,
     temperature: float,
     valid_vocab: int | None = None,
+    soft_cap: float | None = None,
     chunk: int,
     length: Int[Array, ""] | int | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
     """Return the log-probability of each target and the entropy of its distribution, both float32, in nats.
 
     logp = z[target] - log(sum(exp(z))) and entropy = -sum(p log p), with z = hidden @ head.T / temperature in float32
-    and p = softmax(z). The product runs in the dtype of `hidden`, with float32 sums. Vocabulary entries at
-    `valid_vocab` and above are padding: they have probability 0.
+    and p = softmax(z). The product runs in the dtype of `hidden`, with float32 sums. With a `soft_cap`, cap * tanh(product
+    / cap) takes the product's place (arXiv:2408.00118 section 2). Vocabulary entries at `valid_vocab` and above are
+    padding: they have probability 0.
 
     `chunk` positions of every row are worked on at a time, so that memory is b * chunk * v floats; the backward pass
     computes the logits again. Chunks that start at or after `length` (a device value, the same on all devices) are
-    skipped: their outputs are 0 and they give no gradient. Gradients flow to `hidden` and `head` through logp alone;
-    the entropy is a measurement. Targets must lie in [0, valid_vocab).
+    skipped: their outputs are 0 and they give no gradient. Gradients flow to `hidden` and `head` through logp, and
+    through the entropy only with `entropy_gradient`; else it is a measurement. Targets must lie in [0, valid_vocab).
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probabilities need a temperature above 0")
@@ -52,7 +57,8 @@ def token_logprobs(
     count = -(-positions // chunk)
     size = -(-positions // count)
     padding = count * size - positions
-    settings = _Settings(temperature, head.shape[0] if valid_vocab is None else valid_vocab, size)
+    valid = head.shape[0] if valid_vocab is None else valid_vocab
+    settings = _Settings(temperature, valid, soft_cap, size, entropy_gradient)
     logp, entropy = _chunked(
         settings,
         jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))),
@@ -89,28 +95,34 @@ def _chunked_forward(
     empty = jnp.zeros(targets.shape, jnp.float32)
 
     def body(index: Array, outputs: tuple[Array, Array, Array]) -> tuple[Array, ...]:
-        logits = _logits(settings, _take(hidden, index, settings), compute_head)
+        logits, _ = _logits(settings, _take(hidden, index, settings), compute_head)
         parts = softmax_statistics(logits, _take(targets, index, settings))
         return tuple(_put(out, part, index, settings) for out, part in zip(outputs, parts, strict=True))
 
     logp, entropy, log_total = jax.lax.fori_loop(0, _chunks(settings, targets, length), body, (empty, empty, empty))
-    return (logp, entropy), (hidden, head, targets, length, log_total)
+    return (logp, entropy), (hidden, head, targets, length, log_total, entropy)
 
 
 def _chunked_backward(
     settings: _Settings, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, None]:
-    hidden, head, targets, length, log_total = residuals
+    hidden, head, targets, length, log_total, entropy = residuals
     compute_head = _compute_head(head, hidden)
-    scaled = cotangents[0] / settings.temperature  # the entropy's cotangent is ignored: it is a measurement
+    scaled, of_entropy = (cotangent / settings.temperature for cotangent in cotangents)
 
     def body(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         d_hidden, d_head = gradients
         rows = _take(hidden, index, settings)
-        logits = _logits(settings, rows, compute_head)
+        logits, slope = _logits(settings, rows, compute_head)
         probability = jnp.exp(logits - _take(log_total, index, settings)[..., None])
         chosen = _is_target(_take(targets, index, settings), head.shape[0])
         d_logits = _take(scaled, index, settings)[..., None] * (chosen - probability)
+        if settings.entropy_gradient:
+            # d entropy / d z = -p (log p + entropy); 0 where p is 0, as 0 log 0 is.
+            log_p = jnp.where(probability > 0, logits - _take(log_total, index, settings)[..., None], 0.0)
+            surprise = probability * (log_p + _take(entropy, index, settings)[..., None])
+            d_logits -= _take(of_entropy, index, settings)[..., None] * surprise
+        d_logits = d_logits if slope is None else d_logits * slope
         # In the compute dtype, so that both products have operands of one dtype and use its fast kernels.
         d_logits = d_logits.astype(hidden.dtype)
         d_rows = product(d_logits, compute_head).astype(hidden.dtype)
@@ -130,11 +142,16 @@ def _compute_head(head: Array, hidden: Array) -> Array:
     return constrain(head.astype(hidden.dtype), LEARNER_RULES["vocab"], None)
 
 
-def _logits(settings: _Settings, rows: Array, head: Array) -> Array:
-    logits = product_transposed(rows, head) / settings.temperature
+def _logits(settings: _Settings, rows: Array, head: Array) -> tuple[Array, Array | None]:
+    """Return the logits, and with a soft cap its slope where they are."""
+    scores, slope = product_transposed(rows, head), None
+    if settings.soft_cap is not None:
+        bounded = jnp.tanh(scores / settings.soft_cap)
+        scores, slope = settings.soft_cap * bounded, 1 - bounded * bounded
+    logits = scores / settings.temperature
     if settings.valid_vocab == head.shape[0]:
-        return logits
-    return jnp.where(_columns(logits.ndim, head.shape[0]) < settings.valid_vocab, logits, -jnp.inf)
+        return logits, slope
+    return jnp.where(_columns(logits.ndim, head.shape[0]) < settings.valid_vocab, logits, -jnp.inf), slope
 
 
 def _columns(ndim: int, vocab: int) -> Array:

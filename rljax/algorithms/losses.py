@@ -1,8 +1,8 @@
 """The policy loss of one micro-batch: per-token terms, and their sum with weights that already hold the denominator.
 
-Owns the clipped surrogate, the KL estimators, the truncated importance weights, the aggregation weights and the sums
-that become metrics. Refuses to own log-probabilities, advantages and division by counts: sums of micro-batches and
-devices simply add up.
+Owns the importance ratio and the surrogates (rows of `SURROGATES`), the entropy bonus, the aggregation weights and the
+sums that become metrics. Refuses to own log-probabilities, advantages, the KL estimators (kl.py), the weights against
+the sampler (correction.py) and division by counts: sums of micro-batches and devices simply add up.
 
 `policy_loss` and `aggregate` select before and after every non-linear step, so what stands at a masked position (0,
 -inf, NaN) changes no bit of a value or a gradient. The per-token functions take no mask.
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from rljax.algorithms.correction import importance_weights
+from rljax.algorithms.kl import KL_ESTIMATORS, kl_k3
+from rljax.algorithms.rollout_sums import MAX_LOG_RATIO, log_ratio_at
 from rljax.config import AlgorithmConfig
-
-MAX_LOG_RATIO = 20.0
-"""Differences of log-probabilities are cut here before exp (nats): exp(20) is 5e8, far outside any clip range."""
 
 RATIO_BAND = (0.9, 1.1)
 """A sampler-learner ratio outside this band counts as a visible gap."""
@@ -28,19 +28,21 @@ RATIO_BAND = (0.9, 1.1)
 class ScoredTokens(NamedTuple):
     """What the loss needs to know about each scored token besides the current log-probabilities.
 
-    All have one shape; where `mask` is False the other entries mean nothing.
+    All have one shape, whose last dim is a row; where `mask` is False the other entries mean nothing.
     """
 
     mask: Bool[Array, "*n"]
     """Whether the token is in the loss."""
     advantage: Float[Array, "*n"]
-    """Advantage of its rollout."""
+    """Advantage of the token."""
     weight: Float[Array, "*n"]
     """Its share of the loss; see `token_weights`."""
     logp_behavior: Float[Array, "*n"]
     """Log-probability when it was sampled, nats."""
     logp_prox: Float[Array, "*n"]
     """Log-probability under the policy at the start of the update, scored by the learner, nats."""
+    rollout: Int[Array, "*n"]
+    """Number of its rollout; the tokens of a rollout stand next to each other in one row."""
     logp_ref: Float[Array, "*n"] | None = None
     """Log-probability under the reference policy, nats; None when `beta` is 0."""
 
@@ -50,36 +52,48 @@ Metrics = dict[str, Float[Array, ""]]
 
 
 def policy_loss(
-    logp: Float[Array, "*n"], entropy: Float[Array, "*n"], tokens: ScoredTokens, config: AlgorithmConfig
+    logp: Float[Array, "*n"],
+    entropy: Float[Array, "*n"],
+    tokens: ScoredTokens,
+    config: AlgorithmConfig,
+    beta: Float[Array, ""] | float | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Return the weighted loss sum of a micro-batch and its metrics.
 
-    loss = sum(weight * (is_weight * surrogate + beta * kl)) over the masked tokens. `surrogate` is `clip_loss` against
-    `logp_prox`, `is_weight` is `importance_weights` (1 with rollout_is = "none"), `kl` one of `KL_ESTIMATORS` against
-    `logp_ref`. The sum over all micro-batches of an optimizer step is the loss; no further division is due.
-    Pass `logp` itself as `logp_prox` for a single on-policy update: its gradient is stopped here.
+    loss = sum(weight * (is_weight * surrogate + beta * kl - entropy_coef * entropy)) over the masked tokens.
+    `surrogate` is a row of `SURROGATES` with the importance ratio against `logp_prox` (`logp_behavior` with
+    proximal = "behavior"), `is_weight` is `importance_weights` (1 with rollout_is = "none"), `kl` one of
+    `KL_ESTIMATORS` against `logp_ref` (only measured with kl_in_reward). `beta` is the weight of this step; default:
+    that of the configuration. The sum over all micro-batches of an optimizer step is the loss; no further division is
+    due. Pass `logp` itself as `logp_prox` for a single on-policy update: its gradient is stopped here.
     Raises ValueError when beta > 0 and `logp_ref` is missing.
     """
     mask = tokens.mask
     logp = jnp.where(mask, logp, 0.0)
-    prox = jnp.where(mask, jax.lax.stop_gradient(tokens.logp_prox), 0.0)
+    learner = jnp.where(mask, jax.lax.stop_gradient(tokens.logp_prox), 0.0)
     behavior = jnp.where(mask, tokens.logp_behavior, 0.0)
     advantage = jnp.where(mask, tokens.advantage, 0.0)
     weight = jnp.where(mask, tokens.weight, 0.0)
 
-    surrogate = clip_loss(logp, prox, advantage, config.epsilon, config.epsilon_high)
-    is_weight, is_truncated = importance_weights(prox, behavior, config.rollout_is_threshold)
-    if config.rollout_is == "none":
-        is_weight, is_truncated = jnp.ones_like(logp), jnp.zeros(logp.shape, bool)
-    per_token = is_weight * surrogate.loss
+    prox = behavior if config.proximal == "behavior" else learner
+    log_ratio = log_ratio_at(config.importance_sampling_level, logp - prox, tokens.rollout, mask)
+    ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    surrogate = SURROGATES[config.surrogate](logp, ratio, advantage, config)
+    correction = importance_weights(learner - behavior, tokens.rollout, mask, config)
+    per_token = correction.weight * surrogate.loss
     kl = jnp.zeros_like(logp)
     if config.beta > 0:
         if tokens.logp_ref is None:
             raise ValueError("algorithm.beta is above 0, so the loss needs logp_ref, the reference log-probabilities")
-        kl = KL_ESTIMATORS[config.kl_estimator](logp, jnp.where(mask, tokens.logp_ref, 0.0))
-    loss = aggregate(per_token + config.beta * kl, weight, mask)
+        kl = KL_ESTIMATORS[config.kl_estimator](logp, jnp.where(mask, tokens.logp_ref, 0.0), prox)
+    whole = per_token
+    if config.beta > 0 and not config.kl_in_reward:
+        whole = whole + (config.beta if beta is None else beta) * kl
+    if config.entropy_coef > 0:
+        whole = whole - config.entropy_coef * jnp.where(mask, entropy, 0.0)
+    loss = aggregate(whole, weight, mask)
 
-    ratio, gap = surrogate.ratio, prox - behavior
+    gap = learner - behavior
     gap_ratio = jnp.exp(jnp.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     metrics = {
         "loss": loss,
@@ -89,84 +103,84 @@ def policy_loss(
         "entropy": _total(entropy, mask),
         "clipped_low": _total(surrogate.clipped_low, mask),
         "clipped_high": _total(surrogate.clipped_high, mask),
+        "clipped_dual": _total(surrogate.clipped_dual, mask),
         "ratio": _total(ratio, mask),
         "ratio_max": _largest(ratio, mask),
-        "is_weight": _total(is_weight, mask),
-        "is_truncated": _total(is_truncated, mask),
+        "is_weight": _total(correction.weight, mask),
+        "is_weight_square": _total(jnp.square(correction.weight), mask),
+        "is_truncated": _total(correction.truncated, mask),
         "gap": _total(jnp.abs(gap), mask),
         "gap_max": _largest(jnp.abs(gap), mask),
         "gap_outside": _total((gap_ratio < RATIO_BAND[0]) | (gap_ratio > RATIO_BAND[1]), mask),
-        "kl_behavior": _total(kl_k3(behavior, prox), mask),
+        "kl_behavior": _total(kl_k3(behavior, learner, behavior), mask),
     }
     return loss, jax.lax.stop_gradient(metrics)
 
 
-class ClipLoss(NamedTuple):
-    """The clipped surrogate of each token and what the clip did."""
+class Surrogate(NamedTuple):
+    """The policy's part of the loss of each token and what a clip did."""
 
     loss: Float[Array, "*n"]
     """Per-token loss."""
-    ratio: Float[Array, "*n"]
-    """Importance ratio current / proximal, before the clip."""
     clipped_low: Bool[Array, "*n"]
-    """Whether the lower bound cut the gradient (advantage < 0)."""
+    """Whether the lower bound was in force."""
     clipped_high: Bool[Array, "*n"]
-    """Whether the upper bound cut the gradient (advantage > 0)."""
+    """Whether the upper bound was in force."""
+    clipped_dual: Bool[Array, "*n"]
+    """Whether the dual bound was in force."""
 
 
 def clip_loss(
-    logp: Float[Array, "*n"],
-    logp_prox: Float[Array, "*n"],
-    advantage: Float[Array, "*n"],
-    epsilon: float,
-    epsilon_high: float,
-) -> ClipLoss:
-    """Return -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A) of each token.
+    logp: Float[Array, "*n"], ratio: Float[Array, "*n"], advantage: Float[Array, "*n"], config: AlgorithmConfig
+) -> Surrogate:
+    """Return -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A), and for A < 0 at most -epsilon_c * A.
 
-    PPO's clipped objective (arXiv:1707.06347 eq. 7) with the two bounds apart (DAPO, arXiv:2503.14476 eq. 10);
-    ratio = exp(logp - logp_prox). Written as a selection, so that at a bound the gradient is the whole one and not
-    the half that `minimum` gives at a tie.
+    PPO's clipped objective (arXiv:1707.06347 eq. 7) with the two bounds apart (DAPO, arXiv:2503.14476 eq. 10) and the
+    dual clip (arXiv:1912.09729). Written as a selection, so that at a bound the gradient is the whole one and
+    not the half that `minimum` gives at a tie.
     """
-    ratio = jnp.exp(jnp.clip(logp - logp_prox, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    low, high = 1.0 - epsilon, 1.0 + epsilon_high
+    low, high = 1.0 - config.epsilon, 1.0 + config.epsilon_high
     clipped_low = (advantage < 0) & (ratio < low)
     clipped_high = (advantage > 0) & (ratio > high)
     used = jnp.where(clipped_low, low, jnp.where(clipped_high, high, ratio))
-    return ClipLoss(-used * advantage, ratio, clipped_low, clipped_high)
+    clipped_dual = jnp.zeros(ratio.shape, bool)
+    if config.epsilon_c is not None:
+        clipped_dual = (advantage < 0) & (ratio > config.epsilon_c)
+        used = jnp.where(clipped_dual, config.epsilon_c, used)
+    return Surrogate(-used * advantage, clipped_low, clipped_high, clipped_dual)
 
 
-def importance_weights(
-    logp_prox: Float[Array, "*n"], logp_behavior: Float[Array, "*n"], threshold: float
-) -> tuple[Float[Array, "*n"], Bool[Array, "*n"]]:
-    """Return min(exp(logp_prox - logp_behavior), threshold) of each token, without gradient, and where it was cut.
+def cispo_loss(
+    logp: Float[Array, "*n"], ratio: Float[Array, "*n"], advantage: Float[Array, "*n"], config: AlgorithmConfig
+) -> Surrogate:
+    """Return -clip(ratio, 1 - epsilon, 1 + epsilon_high) * A * logp, the clipped ratio without gradient.
 
-    Truncated importance sampling for the gap between sampler and learner: the learner's policy at the start of the
-    update over the sampler's, never the current policy, which the ratio in `clip_loss` already covers.
+    CISPO (MiniMax-M1, arXiv:2506.13585 eq. 4): every token keeps a gradient, and only its weight is bounded.
     """
-    gap = jnp.clip(logp_prox - logp_behavior, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    weight = jax.lax.stop_gradient(jnp.exp(gap))
-    return jnp.minimum(weight, threshold), weight > threshold
+    low, high = 1.0 - config.epsilon, 1.0 + config.epsilon_high
+    bounded = jax.lax.stop_gradient(jnp.clip(ratio, low, high))
+    return Surrogate(-bounded * advantage * logp, ratio < low, ratio > high, jnp.zeros(ratio.shape, bool))
 
 
-def kl_k1(logp: Float[Array, "*n"], logp_ref: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Return logp - logp_ref, the plain unbiased estimate of KL(policy || reference), with the gradient of `kl_k2`.
+def sapo_loss(
+    logp: Float[Array, "*n"], ratio: Float[Array, "*n"], advantage: Float[Array, "*n"], config: AlgorithmConfig
+) -> Surrogate:
+    """Return -(4 / tau) * sigmoid(tau * (ratio - 1)) * A with tau by the sign of A (SAPO, arXiv:2511.20347).
 
-    The derivative of the plain estimate is the constant 1, whose expected policy gradient is zero: it would not pull
-    towards the reference at all. The gradient of k2 is the one whose expectation is the gradient of the KL.
+    At ratio 1 the gradient is that of the ratio itself; away from it, it fades smoothly instead of being cut.
     """
-    pull = kl_k2(logp, logp_ref)
-    return jax.lax.stop_gradient(logp - logp_ref - pull) + pull
+    tau = jnp.where(advantage > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
+    gate = 4.0 / tau * jax.nn.sigmoid(tau * (ratio - 1.0))
+    free = jnp.zeros(ratio.shape, bool)
+    return Surrogate(-gate * advantage, free, free, free)
 
 
-def kl_k2(logp: Float[Array, "*n"], logp_ref: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Return (logp - logp_ref)^2 / 2; its derivative is logp - logp_ref (Schulman, "Approximating KL divergence")."""
-    return 0.5 * jnp.square(logp - logp_ref)
-
-
-def kl_k3(logp: Float[Array, "*n"], logp_ref: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Return exp(d) - d - 1 with d = logp_ref - logp; its derivative is 1 - exp(d) (GRPO, arXiv:2402.03300 eq. 4)."""
-    difference = jnp.minimum(logp_ref - logp, MAX_LOG_RATIO)
-    return jnp.exp(difference) - difference - 1.0
+def reinforce_loss(
+    logp: Float[Array, "*n"], ratio: Float[Array, "*n"], advantage: Float[Array, "*n"], config: AlgorithmConfig
+) -> Surrogate:
+    """Return -A * logp (REINFORCE, Williams 1992): the ratio is only measured."""
+    free = jnp.zeros(ratio.shape, bool)
+    return Surrogate(-advantage * logp, free, free, free)
 
 
 def token_weights(
@@ -217,8 +231,13 @@ def _largest(values: Array, mask: Array) -> Array:
     return jnp.max(jnp.where(mask, values, 0.0), initial=0.0)
 
 
-KL_ESTIMATORS: dict[str, Callable[[Array, Array], Array]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
-"""Per-token estimators of KL(policy || reference), for tokens sampled from the policy."""
+SURROGATES: dict[str, Callable[[Array, Array, Array, AlgorithmConfig], Surrogate]] = {
+    "clip": clip_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "reinforce": reinforce_loss,
+}
+"""Per-token losses of the policy, from (logp, importance ratio, advantage, config), by the names of `surrogate`."""
 
 AGGREGATIONS: dict[str, Callable[[np.ndarray, int, int, int], np.ndarray]] = {
     "token-mean": lambda lengths, tokens, rollouts, longest: np.full_like(lengths, 1.0 / tokens),
@@ -232,7 +251,8 @@ MAXIMA = frozenset({"ratio_max", "gap_max"})
 """Metrics that combine by maximum; all others are sums over tokens (`loss` and `policy_loss`: weighted sums)."""
 
 METRICS = (
-    *("loss", "policy_loss", "tokens", "kl_ref", "entropy", "clipped_low", "clipped_high", "ratio", "ratio_max"),
-    *("is_weight", "is_truncated", "gap", "gap_max", "gap_outside", "kl_behavior"),
+    *("loss", "policy_loss", "tokens", "kl_ref", "entropy", "clipped_low", "clipped_high", "clipped_dual"),
+    *("ratio", "ratio_max", "is_weight", "is_weight_square", "is_truncated"),
+    *("gap", "gap_max", "gap_outside", "kl_behavior"),
 )
 """Every metric of `policy_loss`."""

@@ -236,6 +236,12 @@ def prompt_length(rollout: Rollout) -> int:
     return int(np.argmax(np.append(rollout.provenance, -1) != Provenance.PROMPT))
 
 
+def longest_message(rollout: Rollout) -> int:
+    """Return the length of the longest stretch that the model wrote without a break (tokens)."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], rollout.mask.astype(np.int8), [0]])))
+    return int((edges[1::2] - edges[::2]).max(initial=0))
+
+
 def _fill_rows(rollouts: Sequence[Rollout], chosen: Sequence[int], shape: PackShape) -> list[list[tuple[int, ...]]]:
     """Return, per row, its bundles: rollouts that share a prompt."""
     families: dict[bytes, list[int]] = {}

@@ -3,17 +3,20 @@
 Owns the state that a checkpoint saves. Refuses to own the update (step.py) and files.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
+from rljax.config import AlgorithmConfig, Config
 from rljax.learner.optimizer import Optimizer, OptimizerState
 from rljax.mesh import LEARNER_RULES, param_shardings, sharding
 from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params, logical_axes
-from rljax.pytree import Params, pytree
+from rljax.pytree import Params, pytree, with_fields
 
 
 @pytree
@@ -24,6 +27,31 @@ class TrainState:
     """Master parameters."""
     optimizer: OptimizerState
     """Moments and counters."""
+    reference: Params | None
+    """Reference policy, float32, where it moves (`reference_sync_steps`); None where it stays the initial one."""
+    beta: Float[Array, ""] | None
+    """Weight of the divergence from it, float32, where it adapts (`kl_target`); None where it is that of the recipe."""
+
+
+def first_reference(params: Params, config: AlgorithmConfig) -> tuple[Params | None, Any]:
+    """Return the reference policy and its weight before the first step, as far as they change."""
+    reference = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params) if config.reference_sync_steps else None
+    return reference, None if config.kl_target is None else jnp.asarray(config.beta, jnp.float32)
+
+
+def next_reference(reference: Params | None, params: Params, updates: Int[Array, ""], config: AlgorithmConfig) -> Params | None:
+    """Return the reference policy after an update: every `reference_sync_steps`, (1 - alpha) * reference + alpha * params.
+
+    alpha = 1 refreshes it; a small alpha at every step is an exponential average (TR-DPO, arXiv:2404.09656).
+    """
+    if reference is None:
+        return None
+    alpha = config.reference_mixup_alpha
+
+    def mixed() -> Params:
+        return jax.tree.map(lambda old, new: (1 - alpha) * old + alpha * new.astype(jnp.float32), reference, params)
+
+    return jax.lax.cond(updates % config.reference_sync_steps == 0, mixed, lambda: reference)
 
 
 def learner_params(arch: Arch, mesh: Mesh, dtype: Any) -> Params:
@@ -32,9 +60,9 @@ def learner_params(arch: Arch, mesh: Mesh, dtype: Any) -> Params:
     return with_shardings(shapes, param_shardings(mesh, shapes, axes, LEARNER_RULES))
 
 
-def abstract_state(arch: Arch, mesh: Mesh, dtype: Any, optimizer: Optimizer) -> TrainState:
-    """Return shapes, types and shardings of the whole state: each moment lies like its parameter."""
-    params = learner_params(arch, mesh, dtype)
+def abstract_state(arch: Arch, mesh: Mesh, config: Config, optimizer: Optimizer) -> TrainState:
+    """Return shapes, types and shardings of the whole state: moments and reference lie like their parameters."""
+    params = learner_params(arch, mesh, config.model.param_dtype)
     moments = jax.eval_shape(optimizer.init, params)
     placed = {shape_path(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
@@ -43,7 +71,14 @@ def abstract_state(arch: Arch, mesh: Mesh, dtype: Any, optimizer: Optimizer) -> 
         found = (placed[shape_path(path[start:])] for start in range(len(path)) if shape_path(path[start:]) in placed)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=next(found, sharding(mesh)))
 
-    return TrainState(params, jax.tree_util.tree_map_with_path(place, moments))
+    reference, beta = jax.eval_shape(partial(first_reference, config=config.algorithm), params)
+    return with_fields(
+        TrainState,
+        params=params,
+        optimizer=jax.tree_util.tree_map_with_path(place, moments),
+        reference=jax.tree_util.tree_map_with_path(place, reference),
+        beta=jax.tree_util.tree_map_with_path(place, beta),
+    )
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
@@ -54,11 +89,3 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
 def shape_path(path: Any) -> str:
     """Return a tree path as text."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
-
-
-def decays(arch: Arch) -> Params:
-    """Return which parameters weight decay applies to: matrices, not vectors; the layer dim does not count."""
-    axes = logical_axes(arch)
-    return jax.tree.map(
-        lambda names: sum(name != "layers" for name in names) > 1, axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
-    )

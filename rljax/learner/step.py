@@ -20,15 +20,16 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from rljax.algorithms.kl import next_beta
 from rljax.algorithms.logprobs import token_logprobs
 from rljax.algorithms.losses import Metrics, ScoredTokens, combine_metrics, empty_metrics, policy_loss
 from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.learner.optimizer import Optimizer
-from rljax.learner.state import TrainState, abstract_state, decays
+from rljax.learner.state import TrainState, abstract_state, first_reference, next_reference
 from rljax.mesh import DATA_AXES, constrain, sharding
 from rljax.models.arch import Arch
-from rljax.models.decoder import merge, within_segments
+from rljax.models.decoder import decaying, merge
 from rljax.pytree import Params, pytree
 
 LOGIT_POSITIONS = 512
@@ -49,6 +50,7 @@ class DeviceBatch:
     logp_behavior: Float[Array, "m r j"]
     advantage: Float[Array, "m r j"]
     weight: Float[Array, "m r j"]
+    rollout: Int[Array, "m r j"]
     scored: Int[Array, " m"]
     num_micro: Int[Array, ""]
 
@@ -76,20 +78,23 @@ class Learner:
         Raises:
             ValueError: the model does not divide over the mesh.
         """
-        if mesh.shape["expert"] > 1:
+        if mesh.shape["expert"] > 1 and arch.experts is None:
             raise ValueError(f"mesh.expert is {mesh.shape['expert']}, and this model has no experts to split; set it to 1")
         self.arch, self.mesh, self.config = arch, mesh, config
-        self.optimizer = Optimizer(config.optimizer, lambda _: decays(arch))
-        self.abstract_state = abstract_state(arch, mesh, config.model.param_dtype, self.optimizer)
+        self.optimizer = Optimizer(config.optimizer, lambda _: decaying(arch))
+        self.abstract_state = abstract_state(arch, mesh, config, self.optimizer)
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         self._layout = layout
         self._init = jax.jit(self.optimizer.init, out_shardings=layout.optimizer)
+        self._init_reference = jax.jit(
+            partial(first_reference, config=config.algorithm), out_shardings=(layout.reference, layout.beta)
+        )
         self._step = jax.jit(partial(_train_step, self), donate_argnums=0, out_shardings=(layout, None))
         self._score = jax.jit(partial(_score, self))
 
     def init(self, params: Params) -> TrainState:
         """Return the state before the first step; `params` become part of it."""
-        return TrainState(params, self._init(params))
+        return TrainState(params, self._init(params), *self._init_reference(params))
 
     def put(self, batch: Batch) -> DeviceBatch:
         """Lay a packed batch on the mesh."""
@@ -132,29 +137,33 @@ def _forward(learner: Learner, params: Params, micro: DeviceBatch) -> tuple[Arra
     config = learner.config
     decoder = merge(learner.arch, params)
     dtype = jnp.dtype(config.model.compute_dtype)
-    attention = within_segments(micro.positions, micro.segments, micro.parents)
-    hidden, _ = decoder(micro.tokens, micro.positions, attention, dtype=dtype, remat=config.model.remat)
+    rows = (micro.tokens, micro.positions, micro.segments)
+    hidden, _ = decoder(*rows, parents=micro.parents, dtype=dtype, remat=config.model.remat)
     picked = constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), DATA_AXES)
     return token_logprobs(
         picked,
         decoder.head_table,
         micro.targets,
         temperature=config.sampler.temperature,
+        valid_vocab=learner.arch.valid_vocab,
+        soft_cap=learner.arch.final_soft_cap,
         chunk=max(1, LOGIT_POSITIONS // config.train.micro_batch_size_per_device),
         length=micro.scored,
+        entropy_gradient=config.algorithm.entropy_coef > 0,
     )
 
 
 def _train_step(
     learner: Learner, state: TrainState, batch: DeviceBatch, logp_prox: Array | None, logp_ref: Array | None
 ) -> tuple[TrainState, StepOutput]:
+    algorithm = learner.config.algorithm
+
     def loss(params: Params, micro: DeviceBatch, prox: Array | None, ref: Array | None) -> tuple[Array, Any]:
         logp, entropy = _forward(learner, params, micro)
         current = jax.lax.stop_gradient(logp)
-        tokens = ScoredTokens(
-            micro.mask, micro.advantage, micro.weight, micro.logp_behavior, current if prox is None else prox, ref
-        )
-        value, metrics = policy_loss(logp, entropy, tokens, learner.config.algorithm)
+        prox = current if prox is None else prox
+        known = (micro.mask, micro.advantage, micro.weight, micro.logp_behavior, prox, micro.rollout, ref)
+        value, metrics = policy_loss(logp, entropy, ScoredTokens(*known), algorithm, state.beta)
         return value, (metrics, current)
 
     def body(index: Array, carry: tuple[Any, Metrics, Array]) -> tuple[Any, Metrics, Array]:
@@ -169,7 +178,12 @@ def _train_step(
     grads, metrics, logps = jax.lax.fori_loop(0, batch.num_micro, body, start)
     update = learner.optimizer.update(grads, state.optimizer, state.params)
     output = StepOutput(metrics, logps, update.grad_norm, update.learning_rate)
-    return TrainState(update.params, update.state), output
+    reference = next_reference(state.reference, update.params, update.state.updates, algorithm)
+    beta = state.beta
+    if beta is not None and algorithm.kl_target is not None:
+        measured = metrics["kl_ref"] / metrics["tokens"]
+        beta = jnp.where(metrics["tokens"] > 0, next_beta(beta, measured, algorithm.kl_target, algorithm.kl_gain), beta)
+    return TrainState(update.params, update.state, reference, beta), output
 
 
 def _score(learner: Learner, params: Params, batch: DeviceBatch) -> Float[Array, "m r j"]:

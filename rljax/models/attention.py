@@ -1,10 +1,11 @@
 """Grouped-query attention.
 
-Owns the product of queries and keys, its masks and the softmax. Refuses to own projections, positions and the cache's
-bookkeeping. One entry point, `attend`; the XLA form here is what every backend can run.
+Owns the product of queries and keys, its masks, bounds and the softmax. Refuses to own projections, positions and the
+cache's bookkeeping. One entry point, `attend`; the XLA form here is what every backend can run.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 _MASKED = -1e30  # finite, so that a row with nothing to attend to stays free of NaN
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What tells the attention of one kind of layer from that of another; fixed at compile time.
+
+    Example:
+        AttentionOptions(scale=0.125, window=4096, soft_cap=50.0)
+    """
+
+    scale: float
+    """Factor of the scores."""
+    window: int | None = None
+    """Latest positions, its own included, that a query sees (tokens); None for all."""
+    soft_cap: float | None = None
+    """Bound of the scores: cap * tanh(score / cap)."""
 
 
 class Part(NamedTuple):
@@ -25,17 +42,27 @@ class Part(NamedTuple):
     """Sum of exp(score - top)."""
 
 
+def position_mask(queries: Int[Array, "*b s"], keys: Int[Array, "*a t"], window: int | None = None) -> Bool[Array, "*b s t"]:
+    """Return which keys each query may see by position: not later ones, and of those the `window` latest."""
+    queries, keys = queries[..., :, None], keys[..., None, :]
+    seen = queries >= keys
+    return seen if window is None else seen & (queries - keys < window)
+
+
 def segment_mask(
-    positions: Int[Array, "b s"], segments: Int[Array, "b s"], parents: Int[Array, "b s"] | None = None
+    positions: Int[Array, "b s"],
+    segments: Int[Array, "b s"],
+    parents: Int[Array, "b s"] | None = None,
+    window: int | None = None,
 ) -> Bool[Array, "b s s"]:
-    """Return which keys each query may see: of its own segment or that segment's parent, and not later.
+    """Return which keys each query may see: of its own segment or that segment's parent, and by position.
 
     Segment 0 is padding and sees nothing; parent 0 is no parent.
     """
     own = segments[:, :, None] == segments[:, None, :]
     if parents is not None:
         own |= (parents[:, :, None] == segments[:, None, :]) & (parents > 0)[:, :, None]
-    return own & (segments > 0)[:, :, None] & (positions[:, :, None] >= positions[:, None, :])
+    return own & (segments > 0)[:, :, None] & position_mask(positions, positions, window)
 
 
 def attend(
@@ -43,20 +70,28 @@ def attend(
     key: Float[Array, "b k t c"],
     value: Float[Array, "b k t c"],
     mask: Bool[Array, "b s t"],
+    options: AttentionOptions,
+    sinks: Float[Array, "k m"] | None = None,
 ) -> Float[Array, "b s k m c"]:
-    """Attend from each query to the keys its mask shows.
+    """Attend from each query to the keys its mask shows; the mask knows the options' window already.
 
-    softmax(q k / sqrt(c)) v, the softmax in float32 (arXiv:1706.03762 eq. 1, grouped as in arXiv:2305.13245). A query
-    that may see nothing returns an average of the values: finite, and never used. Products are made in the type of the
-    keys, which a cache may hold in a wider type than the queries.
+    softmax(scale q k) v, the softmax in float32 (arXiv:1706.03762 eq. 1, grouped as in arXiv:2305.13245), scores bounded
+    by the soft cap if there is one. `sinks` holds one more score per query head, which takes its share of the softmax
+    and has no value (arXiv:2309.17453). A query that may see nothing returns something finite that is never used.
+    Products are made in the type of the keys, which a cache may hold in a wider type than the queries.
     """
     b, s, k, m, c = query.shape
     # Queries of one key-value head become rows of one product.
     rows = jnp.moveaxis(query, 1, 3).reshape(b, k, m * s, c).astype(key.dtype)
-    scores = jnp.einsum("bknc,bktc->bknt", rows, key, preferred_element_type=jnp.float32) * c**-0.5
+    scores = jnp.einsum("bknc,bktc->bknt", rows, key, preferred_element_type=jnp.float32) * options.scale
+    if options.soft_cap is not None:
+        scores = soft_cap(scores, options.soft_cap)
     scores = jnp.where(jnp.tile(mask, (1, m, 1))[:, None], scores, _MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    out = jnp.einsum("bknt,bktc->bknc", weights, value, preferred_element_type=jnp.float32)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        weights = _softmax_with_sink(scores, jnp.repeat(sinks.astype(jnp.float32), s, axis=1)[None, :, :, None])
+    out = jnp.einsum("bknt,bktc->bknc", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
     return jnp.moveaxis(out.reshape(b, k, m, s, c), 3, 1).astype(query.dtype)
 
 
@@ -65,6 +100,7 @@ def attend_part(
     key: Float[Array, "n k c t"],
     value: Float[Array, "n k t c"],
     visible: Bool[Array, "n g t"],
+    options: AttentionOptions,
 ) -> Part:
     """Attend from the queries of each row to the few keys of the row, and leave the division to `join_parts`.
 
@@ -72,11 +108,14 @@ def attend_part(
         query: Queries, of one reader of the row's keys, or of several (`g`).
         key: Keys, positions last.
         value: Values.
-        visible: Which keys each reader sees.
+        visible: Which keys each reader sees; it knows the options' window already.
+        options: Scale and bound of the scores.
     """
     n, k, *g, m, c = query.shape
     rows = query.reshape(n, k, -1, c).astype(key.dtype)
-    scores = jnp.einsum("nkrc,nkct->nkrt", rows, key, preferred_element_type=jnp.float32) * c**-0.5
+    scores = jnp.einsum("nkrc,nkct->nkrt", rows, key, preferred_element_type=jnp.float32) * options.scale
+    if options.soft_cap is not None:
+        scores = soft_cap(scores, options.soft_cap)
     seen = jnp.repeat(visible, m, axis=1)[:, None]
     scores = jnp.where(seen, scores, _MASKED)
     top = jnp.max(scores, axis=-1)
@@ -85,17 +124,35 @@ def attend_part(
     return Part(out.reshape(n, k, *g, m, c), top.reshape(n, k, *g, m), jnp.sum(weights, axis=-1).reshape(n, k, *g, m))
 
 
-def join_parts(parts: Sequence[Part], table: Int[Array, "b q"]) -> Float[Array, "b k m c"]:
+def join_parts(
+    parts: Sequence[Part], table: Int[Array, "b q"], sinks: Float[Array, "k m"] | None = None
+) -> Float[Array, "b k m c"]:
     """Return each row's attention over the parts that its line of the table names, in that order.
 
     softmax over a union of keys from softmaxes over its pieces (arXiv:1805.02867 eq. 4, as in flash-decoding). The table
-    counts through the parts; the number after the last names an empty part.
+    counts through the parts; the number after the last names an empty part. `sinks` are those of `attend`.
     """
     k, m = parts[0].top.shape[1:]
     ends = Part(jnp.zeros((1, k, m, parts[0].out.shape[-1])), jnp.full((1, k, m), _MASKED), jnp.zeros((1, k, m)))
     out, top, total = (jnp.concatenate(pieces) for pieces in zip(*parts, ends, strict=True))
     tops = top[table]
-    scale = jnp.exp(tops - jnp.max(tops, axis=1, keepdims=True))
-    weights = jnp.sum(total[table] * scale, axis=1)
+    highest, share = jnp.max(tops, axis=1, keepdims=True), 0.0
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32)[None, None]
+        highest = jnp.maximum(highest, sink)
+        share = jnp.exp(sink - highest)[:, 0]
+    scale = jnp.exp(tops - highest)
+    weights = jnp.sum(total[table] * scale, axis=1) + share
     joined = jnp.sum(out[table] * scale[..., None], axis=1)
     return joined / jnp.maximum(weights, 1e-30)[..., None]  # an idle slot has no part at all
+
+
+def soft_cap(x: Float[Array, "*b"], cap: float) -> Float[Array, "*b"]:
+    """Return cap * tanh(x / cap) (arXiv:2408.00118 section 2)."""
+    return cap * jnp.tanh(x / cap)
+
+
+def _softmax_with_sink(scores: Float[Array, "b k n t"], sink: Float[Array, "1 k n 1"]) -> Float[Array, "b k n t"]:
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink))
+    weights = jnp.exp(scores - top)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - top))

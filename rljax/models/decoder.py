@@ -1,92 +1,43 @@
 """The decoder: one forward pass for training, prefill and decode.
 
-Owns the parameters, their logical axes and the forward pass. Refuses to own sharding rules (mesh.py), losses and the
-sampler's schedule.
+Owns the stack of blocks, embedding and output head, the two layouts of the parameters, and the forward pass. Refuses to
+own sharding rules (mesh.py), losses and the sampler's schedule.
 
-Queries, keys and values of one key-value head are stored next to each other in one array, and so are the two halves of
-the gated MLP: one product where there would be three or two, and a tensor-parallel split that never cuts a group.
+Layers may differ in kind: with or without window, rotation, experts. Stacked layers are scanned in runs of repeating
+periods, so that a kind is known at compile time and compile time still does not grow with depth.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from rljax.matmul import matmul, product_outputs_first
 from rljax.mesh import DATA_AXES, constrain
-from rljax.models.arch import Arch
-from rljax.models.attention import attend, segment_mask
+from rljax.models.arch import Arch, Rope
+from rljax.models.attention import AttentionOptions, attend, segment_mask, soft_cap
+from rljax.models.block import INPUTS, Attention, Block, KeyValue, LayerKind, Tables, layer_kinds, rms_norm, rope_table
+from rljax.models.moe import Routing
+from rljax.models.parameters import constant, weight
+from rljax.models.remat import REMAT, Remat
 from rljax.pytree import Params
 
-INIT_STD = 0.02
-
-Remat = Literal["none", "dots", "full"]
-"""What the backward pass recomputes."""
-
-_SAVED = "product"  # name of the products that `dots` keeps
-
-_INPUTS = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
-"""How many dims of each weight are contracted."""
+_LONGEST_PERIOD = 16
+"""Layers that one pass of a scan holds at most; known models repeat after 1 to 6."""
 
 
-class KeyValue(NamedTuple):
-    """Keys and values of one layer, or stacked over the layers along a leading dim."""
+class Forward(NamedTuple):
+    """What a forward pass returns."""
 
-    key: Float[Array, "*l b k t c"]
-    value: Float[Array, "*l b k t c"]
-
-
-Attention = Callable[[Array, KeyValue, Any], tuple[Array, Any]]
-"""From the queries [b, s, k, m, c] and the fresh keys and values of some tokens, and one layer's cache, to what the queries
-attended to (the shape of the queries) and the cache with the tokens in it. Without a cache: their keys and values."""
-
-
-class Block(nnx.Module):
-    """One transformer block, or a stack of them when `layers` gives the leading dim."""
-
-    def __init__(self, arch: Arch, rngs: nnx.Rngs, layers: int | None = None):
-        d, k, m, c, f = arch.embed_dim, arch.num_kv_heads, arch.queries_per_kv, arch.head_dim, arch.ffn_dim
-        size, name = ((), ()) if layers is None else ((layers,), ("layers",))
-        self.eps, self.outputs_first = arch.norm_eps, layers is None
-        self.attn_norm = _ones((*size, d), (*name, "embed"))
-        self.mlp_norm = _ones((*size, d), (*name, "embed"))
-        shapes: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
-            "qkv": ((d, k, m + 2, c), ("embed", "kv_heads", "qkv", "head_dim")),
-            "out": ((k, m, c, d), ("kv_heads", "queries", "head_dim", "embed")),
-            "gate_up": ((d, 2, f), ("embed", "gate_up", "ffn")),
-            "down": ((f, d), ("ffn", "embed")),
-        }
-        for weight, (shape, axes) in shapes.items():
-            if self.outputs_first:
-                shape, axes = (_outputs_first(dims, _INPUTS[weight]) for dims in (shape, axes))
-            setattr(self, weight, _normal(rngs, (*size, *shape), (*name, *axes)))
-
-    def __call__(
-        self,
-        hidden: Float[Array, "b s d"],
-        rope: Float[Array, "b s c"],
-        attention: Attention,
-        cache: Any,
-        dtype: jnp.dtype,
-    ) -> tuple[Float[Array, "b s d"], Any]:
-        """Return the block's output, and what its attention has seen."""
-        qkv = keep(self._project("qkv", rms_norm(hidden, self.attn_norm[...], self.eps).astype(dtype)))
-        query, key = rotate(qkv[..., :-2, :], rope[:, :, None, None]), rotate(qkv[..., -2, :], rope[:, :, None])
-        fresh = KeyValue(jnp.swapaxes(key, 1, 2), jnp.swapaxes(qkv[..., -1, :], 1, 2))
-        attended, seen = attention(query, fresh, cache)
-        hidden = hidden + keep(self._project("out", keep(attended)))
-        gate_up = keep(self._project("gate_up", rms_norm(hidden, self.mlp_norm[...], self.eps).astype(dtype)))
-        return hidden + self._project("down", swiglu(gate_up)), seen
-
-    def _project(self, name: str, x: Array) -> Array:
-        """Multiply x by a weight of this block."""
-        weight = getattr(self, name)[...]
-        return (project_outputs_first if self.outputs_first else project)(x, weight, _INPUTS[name])
+    hidden: Float[Array, "b s d"]
+    """Normalised final hidden states."""
+    seen: KeyValue | tuple[Any, ...]
+    """Keys and values: stacked, or one entry per layer in the separate layout."""
+    routing: Routing | None
+    """What the routers decided, stacked over the layers with experts; None unless it was asked for."""
 
 
 class Decoder(nnx.Module):
@@ -99,14 +50,14 @@ class Decoder(nnx.Module):
 
     def __init__(self, arch: Arch, rngs: nnx.Rngs, stacked: bool = True):
         self.arch = arch
-        self.embed = _normal(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"))
+        self.embed = weight(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"))
         if stacked:
-            self.layers: Block | nnx.List[Block] = Block(arch, rngs, arch.num_layers)
+            self.layers: Block | nnx.List[Block] = Block(arch, rngs, arch.layers, stacked=True, outputs_first=False)
         else:
-            self.layers = nnx.List([Block(arch, rngs) for _ in range(arch.num_layers)])
-        self.final_norm = _ones((arch.embed_dim,), ("embed",))
+            self.layers = nnx.List([Block(arch, rngs, (layer,), stacked=False, outputs_first=True) for layer in arch.layers])
+        self.final_norm = constant(0.0 if arch.norm_offset else 1.0, (arch.embed_dim,), ("embed",))
         if not arch.tie_embeddings:
-            self.head = _normal(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"))
+            self.head = weight(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"))
 
     @property
     def head_table(self) -> Float[Array, "v d"]:
@@ -117,54 +68,251 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "b s"],
         positions: Int[Array, "b s"],
-        attention: Attention,
-        cache: Sequence[Any] | None = None,
+        segments: Int[Array, "b s"],
         *,
+        parents: Int[Array, "b s"] | None = None,
         dtype: jnp.dtype,
         remat: Remat = "none",
     ) -> tuple[Float[Array, "b s d"], KeyValue | tuple[Any, ...]]:
-        """Return the normalised final hidden states, and per layer what its attention has seen.
+        """Return the normalised final hidden states, and per layer the keys and values; see `forward`."""
+        out = self.forward(tokens, positions, segments, parents=parents, dtype=dtype, remat=remat)
+        return out.hidden, out.seen
 
-        Which tokens see which others is up to `attention`: `within_segments`, or one that reads and writes a cache. A cache
-        has one entry per block and needs the separate layout. Products are made in `dtype` with float32 sums,
-        everything between them in float32. `remat` is what the backward pass recomputes: nothing, all but the large products
-        (`dots`), or every block (`full`).
+    def continued(
+        self,
+        tokens: Int[Array, "b s"],
+        positions: Int[Array, "b s"],
+        attention: Attention,
+        cache: Sequence[Any],
+        *,
+        dtype: jnp.dtype,
+    ) -> tuple[Float[Array, "b s d"], tuple[Any, ...]]:
+        """Return the normalised final hidden states of tokens that continue what a cache holds, and the cache with them.
+
+        For the separate layout. The cache has one entry per block, which `attention` reads and writes.
         """
-        rope = rope_table(self.arch, positions)
-        hidden = _look_up(self.embed[...], tokens)
-        hidden = constrain(hidden, DATA_AXES, "context")
+        tables = Tables(self._ropes(positions), attention)
+        hidden, seen, _ = self._one_by_one(self._embedded(tokens, dtype), tables, cache, None, dtype, False)
+        return self._normalised(hidden, dtype), seen
+
+    def forward(
+        self,
+        tokens: Int[Array, "b s"],
+        positions: Int[Array, "b s"],
+        segments: Int[Array, "b s"],
+        *,
+        parents: Int[Array, "b s"] | None = None,
+        dtype: jnp.dtype,
+        remat: Remat = "none",
+        choices: Int[Array, "l b s e"] | None = None,
+        record_routing: bool = False,
+    ) -> Forward:
+        """Run the decoder over whole sequences.
+
+        A token sees the tokens of its own segment, and of the segment that `parents` names for it (a
+        prompt that several continuations share), at its own or an earlier position; segment 0 is padding, whose outputs
+        are finite and mean nothing. A layer's window
+        hides the positions before it. Products are made in `dtype` with float32 sums, everything between them in
+        float32. `remat` is what the backward pass recomputes: nothing, all but the large products (`dots`), or every
+        block (`full`).
+
+        `record_routing` asks for what the routers decided; `choices`, recorded in another pass over the same tokens (one
+        entry per layer with experts), sends the tokens to the same experts again.
+        """
+        arch = self.arch
+        windows = {kind.attention.window for kind in layer_kinds(arch)}
+        masks = {window: segment_mask(positions, segments, parents, window) for window in windows}
+
+        def attention(
+            query: Array, fresh: KeyValue, _: None, options: AttentionOptions, sinks: Array | None
+        ) -> tuple[Array, KeyValue]:
+            return attend(query, *fresh, masks[options.window], options, sinks), fresh
+
+        tables, hidden = Tables(self._ropes(positions), attention), self._embedded(tokens, dtype)
         if isinstance(self.layers, Block):
-            graph, stacked = nnx.split(self.layers)
-
-            def block(hidden: Array, state: Any) -> tuple[Array, KeyValue]:
-                hidden, seen = nnx.merge(graph, state)(hidden, rope, attention, None, dtype)
-                return constrain(hidden, DATA_AXES, "context"), seen
-
-            hidden, seen = jax.lax.scan(_REMAT[remat](block), hidden, stacked)
+            weights = nnx.to_pure_dict(nnx.split(self.layers)[1])
+            hidden, seen, routing = _scan_runs(arch, weights, hidden, tables, choices, dtype, remat, record_routing)
         else:
-            seen = []
-            for index, layer in enumerate(self.layers):
-                hidden, layer_seen = layer(hidden, rope, attention, None if cache is None else cache[index], dtype)
-                seen.append(layer_seen)
-            seen = tuple(seen)
-        return rms_norm(hidden, self.final_norm[...], self.arch.norm_eps).astype(dtype), seen
+            nothing = [None] * arch.num_layers
+            hidden, seen, routing = self._one_by_one(hidden, tables, nothing, choices, dtype, record_routing)
+        return Forward(self._normalised(hidden, dtype), seen, routing)
+
+    def _ropes(self, positions: Int[Array, "b s"]) -> dict[Rope, Float[Array, "b s r"]]:
+        kinds = layer_kinds(self.arch)
+        return {kind.rope: rope_table(self.arch, kind.rope, positions) for kind in kinds if kind.rope is not None}
+
+    def _embedded(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
+        hidden = _look_up(self.embed[...], tokens)
+        if self.arch.embed_scale:
+            # Rounded to the compute dtype, as the models were trained.
+            hidden = hidden * jnp.sqrt(jnp.float32(self.arch.embed_dim)).astype(dtype).astype(jnp.float32)
+        return constrain(hidden, DATA_AXES, "context")
+
+    def _normalised(self, hidden: Float[Array, "b s d"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
+        arch = self.arch
+        return rms_norm(hidden, self.final_norm[...], arch.norm_eps, arch.norm_offset).astype(dtype)
+
+    def _one_by_one(
+        self,
+        hidden: Float[Array, "b s d"],
+        tables: Tables,
+        caches: Sequence[Any],
+        choices: Int[Array, "l b s e"] | None,
+        dtype: jnp.dtype,
+        record: bool,
+    ) -> tuple[Float[Array, "b s d"], tuple[Any, ...], Routing | None]:
+        assert not isinstance(self.layers, Block), "a cache is for the separate layout"
+        seen, routings, index = [], [], 0
+        for layer, kind, held in zip(self.layers, layer_kinds(self.arch), caches, strict=True):
+            replayed = choices[index] if kind.experts and choices is not None else None
+            hidden, layer_seen, routing = layer(hidden, kind, tables, held, replayed, dtype)
+            seen.append(layer_seen)
+            if routing is not None:
+                index += 1
+                routings.append(routing)
+        stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *routings) if record and routings else None
+        return hidden, tuple(seen), stacked
 
 
-def within_segments(
-    positions: Int[Array, "b s"], segments: Int[Array, "b s"], parents: Int[Array, "b s"] | None = None
-) -> Attention:
-    """Return the attention of whole sequences, packed in rows, to themselves.
+class Run(NamedTuple):
+    """Layers that repeat with a period."""
 
-    A token sees the tokens of its own segment, and of the segment that `parents` names for it (a prompt that several
-    continuations share), at its own or an earlier position; segment 0 is padding, whose outputs are finite and mean nothing.
-    """
-    mask = segment_mask(positions, segments, parents)
-    return lambda query, fresh, _: (attend(query, *fresh, mask), fresh)
+    first: int
+    period: int
+    repeats: int
 
 
-def logits(decoder: Decoder, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
-    """Return float32 logits of every vocabulary entry."""
-    return jnp.einsum("...d,vd->...v", hidden, decoder.head_table, preferred_element_type=jnp.float32)
+@cache
+def runs(kinds: tuple[Any, ...]) -> tuple[Run, ...]:
+    """Split the layers into runs of repeating periods: from each start what reaches furthest, the shortest of equals."""
+    found, first = [], 0
+    while first < len(kinds):
+        left = kinds[first:]
+        reach = {}
+        for period in range(1, min(_LONGEST_PERIOD, len(left)) + 1):
+            repeats = 1
+            while left[repeats * period : (repeats + 1) * period] == left[:period]:
+                repeats += 1
+            # A period that does not repeat is no run: its layers are taken one by one.
+            if repeats > 1 or period == 1:
+                reach[period] = repeats
+        period = max(reach, key=lambda length: (length * reach[length], -length))
+        found.append(Run(first, period, reach[period]))
+        first += period * reach[period]
+    return tuple(found)
+
+
+def _scan_runs(
+    arch: Arch,
+    weights: Params,
+    hidden: Float[Array, "b s d"],
+    tables: Tables,
+    choices: Int[Array, "l b s e"] | None,
+    dtype: jnp.dtype,
+    remat: Remat,
+    record: bool,
+) -> tuple[Float[Array, "b s d"], KeyValue, Routing | None]:
+    """Run the stacked layers: one scan per run of repeating layers."""
+    seen, routings = [], []
+    for run in runs(layer_kinds(arch)):
+        hidden, run_seen, run_routing = _scan_run(arch, run, weights, hidden, tables, choices, dtype, remat, record)
+        seen.append(run_seen)
+        routings += [] if run_routing is None else [run_routing]
+    return hidden, _joined(seen), _joined(routings) if routings else None
+
+
+def _scan_run(
+    arch: Arch,
+    run: Run,
+    weights: Params,
+    hidden: Float[Array, "b s d"],
+    tables: Tables,
+    choices: Int[Array, "l b s e"] | None,
+    dtype: jnp.dtype,
+    remat: Remat,
+    record: bool,
+) -> tuple[Float[Array, "b s d"], KeyValue, Routing | None]:
+    kinds = layer_kinds(arch)[run.first : run.first + run.period]
+
+    def block(kind: LayerKind) -> Callable[..., Any]:
+        def call(hidden: Array, layer: Params, replayed: Array | None) -> tuple[Array, KeyValue, Routing | None]:
+            hidden, seen, routing = nnx.merge(_block_graph(arch, kind.experts), layer)(
+                hidden, kind, tables, None, replayed, dtype
+            )
+            return constrain(hidden, DATA_AXES, "context"), seen, routing if record else None
+
+        return REMAT[remat](call)
+
+    blocks = [block(kind) for kind in kinds]
+
+    def period(hidden: Array, part: tuple[Params, Array | None]) -> tuple[Array, tuple[list[KeyValue], list[Routing]]]:
+        seen, routings = [], []
+        for offset, (kind, call) in enumerate(zip(kinds, blocks, strict=True)):
+            layer, replayed = part
+            if run.period > 1:
+                layer = _layer(layer, kinds, offset)
+                replayed = None if replayed is None or not kind.experts else replayed[_index(kinds, offset, "experts")]
+            hidden, layer_seen, routing = call(hidden, layer, replayed)
+            seen.append(layer_seen)
+            routings += [] if routing is None else [routing]
+        return hidden, (seen, routings)
+
+    groups = {"experts" if kind.experts else "dense" for kind in kinds} | {"all"}
+    present = {name: part for name, part in weights.items() if _GROUPS.get(name, "all") in groups}
+    taken = _of_groups(present, lambda leaf, group: _periods(arch, run, leaf, group))
+    replayed = None if choices is None or "experts" not in groups else _periods(arch, run, choices, "experts")
+    hidden, (seen, routings) = jax.lax.scan(period, hidden, (taken, replayed))
+    return hidden, _interleaved(seen), _interleaved(routings) if routings else None
+
+
+def _take(leaf: Any, index: int) -> Any:
+    return leaf[index]
+
+
+# Parameters of a stack lie along its layers: all of them, or those with an MLP, or those with experts.
+_GROUPS = {"gate_up": "dense", "down": "dense", "moe": "experts"}
+
+
+def _of_groups(weights: Mapping[str, Any], pick: Callable[[Any, str], Any]) -> Params:
+    """Apply `pick` to every leaf of a stack's parameters and the name of the group of layers it lies along."""
+    groups = {name: _GROUPS.get(name, "all") for name in weights}
+    return {name: jax.tree.map(lambda leaf, group=groups[name]: pick(leaf, group), part) for name, part in weights.items()}
+
+
+def _index(kinds: Sequence[LayerKind], layer: int, group: str) -> int:
+    """Return how many of the layers before this one belong to the group: its index along the group's leaves."""
+    return layer if group == "all" else sum(kind.experts == (group == "experts") for kind in kinds[:layer])
+
+
+def _periods(arch: Arch, run: Run, leaf: Any, group: str) -> Any:
+    """Return a run's part of a stacked leaf as [repeats, entries per period, ...]; [repeats, ...] for a period of one layer."""
+    kinds = layer_kinds(arch)
+    start, stop = (_index(kinds, run.first + run.period * passes, group) for passes in (0, run.repeats))
+    part = leaf if (start, stop) == (0, leaf.shape[0]) else leaf[start:stop]
+    # Not even a dim of size 1 is added to what is scanned layer by layer: XLA would copy it away again in every pass.
+    return part if run.period == 1 else part.reshape(run.repeats, (stop - start) // run.repeats, *leaf.shape[1:])
+
+
+def _layer(
+    weights: Mapping[str, Any], kinds: Sequence[LayerKind], layer: int, pick: Callable[[Any, int], Any] = _take
+) -> Params:
+    """Return one layer's part of a stack's parameters."""
+    absent = "dense" if kinds[layer].experts else "experts"
+    present = {name: part for name, part in weights.items() if _GROUPS.get(name) != absent}
+    return _of_groups(present, lambda leaf, group: pick(leaf, _index(kinds, layer, group)))
+
+
+def _interleaved(parts: Sequence[Any]) -> Any:
+    """Return what each layer of a period gave in every pass, in the order of the layers."""
+
+    def join(*leaves: Array) -> Array:
+        return leaves[0] if len(leaves) == 1 else jnp.stack(leaves, 1).reshape(-1, *leaves[0].shape[1:])
+
+    return jax.tree.map(join, *parts)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
 def _look_up(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
@@ -178,79 +326,16 @@ def _look_up(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Arr
     return jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
 
 
-def project(x: Array, weight: Array, inputs: int) -> Array:
-    """Contract the last `inputs` dims of x with the first ones of weight, as one matrix product."""
-    rows, out = x.shape[: x.ndim - inputs], weight.shape[inputs:]
-    return matmul(x.reshape(*rows, -1), weight.reshape(-1, *out))
-
-
-def project_outputs_first(x: Array, weight: Array, inputs: int) -> Array:
-    """Contract the last `inputs` dims of x with the last ones of weight, as one matrix product; not for training."""
-    rows, out = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]
-    return product_outputs_first(x.reshape(*rows, -1), weight.reshape(*out, -1)).astype(x.dtype)
-
-
-def keep(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Mark a value that the `dots` policy keeps for the backward pass; changes nothing.
-
-    A bfloat16 value is kept as integers: XLA:CPU stacks bfloat16 values of scanned layers by rewriting the whole stack
-    for each layer.
-    """
-    return _keep_bits(x) if x.dtype == jnp.bfloat16 else checkpoint_name(x, _SAVED)
-
-
-def _named_bits(x: Array) -> Array:
-    bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), _SAVED)
-    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
-
-
-_keep_bits = jax.custom_jvp(_named_bits)
-_keep_bits.defjvp(lambda primals, tangents: (_named_bits(*primals), tangents[0]))
-
-
-@jax.custom_vjp
-def swiglu(gate_up: Float[Array, "*b 2 f"]) -> Float[Array, "*b f"]:
-    """Return silu(gate) * up, in float32 inside (arXiv:2002.05202 eq. 6, SwiGLU)."""
-    gate, up = _halves(gate_up)
-    return (gate * jax.nn.sigmoid(gate) * up).astype(gate_up.dtype)
-
-
-def _swiglu_forward(gate_up: Array) -> tuple[Array, Array]:
-    return swiglu(gate_up), gate_up
-
-
-def _swiglu_backward(gate_up: Array, cotangent: Array) -> tuple[Array]:
-    # Written out, so that both halves are made in one pass instead of being padded and added.
-    gate, up = _halves(gate_up)
-    share, cotangent = jax.nn.sigmoid(gate), cotangent.astype(jnp.float32)
-    d_gate = cotangent * up * share * (1 + gate * (1 - share))
-    return (jnp.stack([d_gate, cotangent * gate * share], axis=-2).astype(gate_up.dtype),)
-
-
-def _halves(gate_up: Array) -> tuple[Array, Array]:
-    return gate_up[..., 0, :].astype(jnp.float32), gate_up[..., 1, :].astype(jnp.float32)
-
-
-swiglu.defvjp(_swiglu_forward, _swiglu_backward)
-
-
-def rms_norm(x: Float[Array, "*b d"], scale: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
-    """Return x / rms(x) * scale over the last dim (arXiv:1910.07467 eq. 4)."""
-    normal = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return normal * scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-
-
-def rope_table(arch: Arch, positions: Int[Array, "b s"]) -> Float[Array, "b s c"]:
-    """Return cosines then sines of each position's angles, half the channels each."""
-    angles = positions[..., None].astype(jnp.float32) * arch.rope.inverse_frequencies(arch.head_dim)[None, None]
-    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-
-
-def rotate(x: Float[Array, "*b c"], table: Float[Array, "*a c"]) -> Float[Array, "*b c"]:
-    """Rotate channel i with channel i + c/2 by the table's angles (arXiv:2104.09864 eq. 34, half layout)."""
-    cos, sin = jnp.split(table, 2, axis=-1)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+def logits(decoder: Decoder, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
+    """Return float32 logits of every vocabulary entry; -inf for padding rows of the table."""
+    arch = decoder.arch
+    out = jnp.einsum("...d,vd->...v", hidden, decoder.head_table, preferred_element_type=jnp.float32)
+    if arch.final_soft_cap is not None:
+        out = soft_cap(out, arch.final_soft_cap)
+    if arch.valid_vocab is not None:
+        columns = jnp.arange(arch.vocab_size).reshape((1,) * (out.ndim - 1) + (-1,))
+        out = jnp.where(columns < arch.valid_vocab, out, -jnp.inf)
+    return out
 
 
 @cache
@@ -259,20 +344,26 @@ def _blueprint(arch: Arch, stacked: bool = True) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(arch, nnx.Rngs(0), stacked)))
 
 
+@cache
+def _block_graph(arch: Arch, experts: bool) -> Any:
+    """Return the graph definition of one block, with experts or without."""
+    layer = next(layer for layer in arch.layers if arch.has_experts(layer) == experts)
+    return nnx.split(nnx.eval_shape(lambda: Block(arch, nnx.Rngs(0), (layer,), stacked=False, outputs_first=False)))[0]
+
+
 def merge(arch: Arch, params: Params) -> Decoder:
     """Return the decoder made of `params`, a nested dict of arrays; stacked or, as `unstack` returns them, separate."""
     return nnx.merge(_blueprint(arch, "qkv" in params["layers"])[0], params)
 
 
-def unstack(params: Params) -> Params:
+def unstack(arch: Arch, params: Params) -> Params:
     """Return the parameters in the sampler's layout: one entry per block, output dims first."""
-    layers = params["layers"]
-    count = len(jax.tree.leaves(layers)[0])
+    kinds = layer_kinds(arch)
     turned = {
-        name: jnp.moveaxis(leaf, range(1, 1 + _INPUTS[name]), range(-_INPUTS[name], 0)) if name in _INPUTS else leaf
-        for name, leaf in layers.items()
+        name: jnp.moveaxis(part, range(1, 1 + INPUTS[name]), range(-INPUTS[name], 0)) if name in INPUTS else part
+        for name, part in params["layers"].items()
     }
-    return {**params, "layers": {i: {name: leaf[i] for name, leaf in turned.items()} for i in range(count)}}
+    return {**params, "layers": {layer: _layer(turned, kinds, layer) for layer in arch.layers}}
 
 
 def abstract_params(arch: Arch, dtype: jnp.dtype = jnp.dtype("float32"), stacked: bool = True) -> Params:
@@ -283,9 +374,18 @@ def abstract_params(arch: Arch, dtype: jnp.dtype = jnp.dtype("float32"), stacked
 
 def logical_axes(arch: Arch, stacked: bool = True) -> dict[str, Any]:
     """Return the logical axis names of every parameter, in the shape of `abstract_params`."""
+    return _metadata(arch, "axes", stacked)
+
+
+def decaying(arch: Arch) -> dict[str, Any]:
+    """Return which parameters weight decay is for: matrices, not scales and biases."""
+    return _metadata(arch, "decays", True)
+
+
+def _metadata(arch: Arch, name: str, stacked: bool) -> dict[str, Any]:
     return nnx.to_pure_dict(
         jax.tree.map(
-            lambda variable: variable.replace(variable.get_metadata()["axes"]),
+            lambda variable: variable.replace(variable.get_metadata()[name]),
             _blueprint(arch, stacked)[1],
             is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
         )
@@ -293,30 +393,10 @@ def logical_axes(arch: Arch, stacked: bool = True) -> dict[str, Any]:
 
 
 def init_params(arch: Arch, seed: int) -> Params:
-    """Return random float32 parameters: normal weights of standard deviation 0.02, unit norms."""
+    """Return random float32 parameters: normal weights of standard deviation 0.02, unit norms, no biases."""
     return nnx.to_pure_dict(nnx.split(Decoder(arch, nnx.Rngs(seed)))[1])
 
 
 def count(arch: Arch) -> int:
     """Return the number of parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(arch)))
-
-
-def _outputs_first(dims: tuple[Any, ...], inputs: int) -> tuple[Any, ...]:
-    return (*dims[inputs:], *dims[:inputs])
-
-
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-    return nnx.Param(jax.random.normal(rngs.params(), shape) * INIT_STD, axes=axes)
-
-
-def _ones(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-    return nnx.Param(jnp.ones(shape), axes=axes)
-
-
-_REMAT: dict[Remat, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "none": lambda block: block,
-    # Norms, rotations, softmax and activations cost little to compute again and much to keep.
-    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_SAVED)),
-    "full": jax.checkpoint,
-}

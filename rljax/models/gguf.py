@@ -63,17 +63,29 @@ def open_gguf(path: Path) -> Outside:
     except (ValueError, IndexError, KeyError, OverflowError) as err:
         raise ValueError(f"{path}: not a complete GGUF file ({type(err).__name__}: {err}); download it again") from err
     stored = {tensor.name: tensor for tensor in reader.tensors}
+    if len(stored) != len(reader.tensors):
+        listed = [tensor.name for tensor in reader.tensors]
+        twice = next(name for name in listed if listed.count(name) > 1)
+        raise ValueError(f"{path}: {twice} is stored twice; download it again")
     convertible = tuple(
         sorted({tensor.tensor_type.name for tensor in reader.tensors if _dequantizes(gguf, tensor.tensor_type)})
     )
 
-    def dequantize(name: str) -> np.ndarray:
-        return gguf.dequantize(stored[name].data, stored[name].tensor_type)
+    def dequantize(name: str, first: int, last: int) -> np.ndarray:
+        tensor = stored[name]
+        shape = [int(size) for size in reversed(tensor.shape)]
+        row = int(tensor.n_bytes) // shape[0]
+        # Read rather than mapped, so that what has been read does not count as memory of the process.
+        raw = np.fromfile(path, np.uint8, (last - first) * row, offset=int(tensor.data_offset) + first * row)
+        values = gguf.dequantize(raw.reshape(last - first, -1), tensor.tensor_type)
+        return values.reshape(last - first, *shape[1:])
 
     tied = "output.weight" not in stored
-    factors = dequantize(_ROPE_FACTORS) if _ROPE_FACTORS in stored else None
+    factors = None
+    if _ROPE_FACTORS in stored:
+        factors = dequantize(_ROPE_FACTORS, 0, int(stored[_ROPE_FACTORS].shape[-1]))
     arch = _arch(meta, str(path), tied, factors)
-    names: dict[str, str] = {_gguf_name(slot.name): slot.name for slot in slots(arch)}
+    names: dict[str, str] = {_gguf_name(slot.tensor): slot.tensor for slot in slots(arch)}
     origins = {
         names.get(name, name): Origin(path, name, tuple(int(size) for size in reversed(tensor.shape)), tensor.tensor_type.name)
         for name, tensor in stored.items()
@@ -81,14 +93,16 @@ def open_gguf(path: Path) -> Outside:
     }
     refuse(path, mismatches(slots(arch), origins, convertible), "convert the model from its original format instead")
 
-    def read(name: str) -> np.ndarray:
-        rows = dequantize(origins[name].name)
-        if name.endswith("q_proj.weight"):
-            return interleaved_to_half(rows, arch.num_heads)
-        return interleaved_to_half(rows, arch.num_kv_heads) if name.endswith("k_proj.weight") else rows
+    def rows(name: str, first: int, last: int) -> np.ndarray:
+        if not name.endswith(("q_proj.weight", "k_proj.weight")):
+            return dequantize(origins[name].name, first, last)
+        c = arch.head_dim  # rows are reordered inside a head, so whole heads are read
+        start, stop = first // c * c, -(-last // c) * c
+        heads = dequantize(origins[name].name, start, stop)
+        return interleaved_to_half(heads, len(heads) // c)[first - start : last - start]
 
     notices = () if "llama.rope.freq_base" in meta else (f"{path} names no llama.rope.freq_base; took {_DEFAULT_THETA:g}",)
-    return Outside(arch, origins, read, tokenizer_files(meta, str(path)), notices)
+    return Outside(arch, origins, rows, tokenizer_files(meta, str(path)), notices)
 
 
 def tokenizer_files(meta: Mapping[str, Any], where: str) -> dict[str, bytes]:

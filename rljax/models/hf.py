@@ -1,27 +1,41 @@
-"""Hugging Face model folders: configuration and safetensors, in both directions.
+"""Hugging Face model folders: safetensors and their configuration, in both directions.
 
-Owns the translation of config.json into an `Arch` and back, reading single and sharded safetensors, and writing them.
+Owns reading single and sharded safetensors, and writing them; what config.json means is in `hf_config.py`.
 Everything is strict: whatever would make the converted model another model than the source is an error that names the
-file, the key or the tensor, before anything is written. Refuses to own the checkpoint format of rljax and atomic writing.
+file, the key or the tensor, before anything is written. Refuses to own the safetensors format (`shards.py`), 8-bit weights
+(`fp8.py`), the checkpoint format of rljax and atomic writing.
 """
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from rljax.models.arch import Arch, Rope
-from rljax.models.layout import EMBED, HEAD, Origin, Outside, mismatches, refuse, slots, view
-from rljax.pytree import Params
-
-DEFAULT_ROPE_THETA = 10_000.0
-"""What the Llama family means by a configuration without `rope_theta` (arXiv:2104.09864, section 3.3)."""
+from rljax.models import shards
+from rljax.models.fp8 import split_scales
+from rljax.models.hf_config import TOKEN_IDS, arch_from_config, config_from_arch
+from rljax.models.layout import (
+    EMBED,
+    HEAD,
+    Origin,
+    Outside,
+    Slice,
+    all_finite,
+    cast,
+    mismatches,
+    not_finite,
+    refuse,
+    slices,
+    slots,
+    tensor_shapes,
+    tiles,
+)
+from rljax.parallel import in_parallel
 
 FLOATING = ("F32", "F16", "BF16")
 """Types of stored tensors that convert without loss to float32."""
@@ -38,77 +52,12 @@ CARRIED_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-"""Files that travel with a model unchanged, byte for byte."""
+"""Files that travel with a model unchanged, byte for byte; further chat templates do too."""
 
 # Buffers that old versions stored next to the weights; they follow from the configuration.
 _HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-# Keys that would change the computation with any value but these; an empty tuple allows only null.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "sliding_window": (),
-    "quantization_config": (),
-    "partial_rotary_factor": (1.0,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-}
-
-
-def arch_from_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[Arch, list[str]]:
-    """Translate a config.json into an architecture.
-
-    Null means absent everywhere. Returns the architecture and notices of defaults that were assumed.
-
-    Raises:
-        ValueError: a key is missing, of the wrong type, in conflict with another one, or asks for what rljax lacks.
-    """
-    given = {key: value for key, value in config.items() if value is not None}
-    names = given.get("architectures") or [_CLASS_OF_TYPE.get(given.get("model_type", ""), given.get("model_type"))]
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
-        raise ValueError(f"{where}: architectures is {names}; rljax loads {', '.join(sorted(FAMILIES))}")
-    model_type = given.get("model_type")
-    if model_type is not None and _CLASS_OF_TYPE.get(model_type) != names[0]:
-        raise ValueError(f"{where}: model_type {model_type!r} is not the one of {names[0]}; correct whichever is wrong")
-    return FAMILIES[names[0]](given, where)
-
-
-def config_from_arch(arch: Arch, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a config.json that means `arch`, under the old and the new names of moved keys."""
-    rope = arch.rope
-    stretch: dict[str, Any] = {"rope_type": rope.kind}
-    if rope.kind != "default":
-        stretch["factor"] = rope.factor
-    if rope.kind == "llama3":
-        stretch["low_freq_factor"] = rope.low_freq_factor
-        stretch["high_freq_factor"] = rope.high_freq_factor
-        stretch["original_max_position_embeddings"] = rope.original_max_position
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": arch.vocab_size,
-        "hidden_size": arch.embed_dim,
-        "intermediate_size": arch.ffn_dim,
-        "num_hidden_layers": arch.num_layers,
-        "num_attention_heads": arch.num_heads,
-        "num_key_value_heads": arch.num_kv_heads,
-        "head_dim": arch.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": arch.norm_eps,
-        "max_position_embeddings": arch.max_position,
-        "tie_word_embeddings": arch.tie_embeddings,
-        "rope_theta": rope.theta,
-        "rope_scaling": None if rope.kind == "default" else stretch,
-        "rope_parameters": {**stretch, "rope_theta": rope.theta},
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        **{key: token_ids[key] for key in _TOKEN_IDS if token_ids.get(key) is not None},
-    }
+_TEMPLATES = "additional_chat_templates"
 
 
 def open_hf(directory: Path) -> Outside:
@@ -121,62 +70,91 @@ def open_hf(directory: Path) -> Outside:
     if not where.exists():
         raise ValueError(f"{where} does not exist; give the folder of a Hugging Face model")
     config = read_json(where)
-    arch, notices = arch_from_config(config, str(where))
-    handles: dict[Path, Any] = {path: _open_file(path) for path in _weight_files(directory)}
-    found = {
-        name: Origin(path, name, tuple(handle.get_slice(name).get_shape()), handle.get_slice(name).get_dtype())
-        for path, handle in handles.items()
-        for name in sorted(handle.keys())
-    }
+    found = _entries(directory)
+    plain, found, scales, scaled = split_scales(config, found, str(where))
+    arch, notices = arch_from_config(plain, str(where))
+    notices += scaled
     if dropped := [name for name in found if _HARMLESS.fullmatch(name)]:
         notices.append(f"left out {len(dropped)} stored rotary tables ({dropped[0]}, ...): they follow from config.json")
-    found = {name: origin for name, origin in found.items() if name not in dropped}
-
-    def read(name: str) -> np.ndarray:
-        return handles[found[name].file].get_tensor(name)
+    found = {name: entry for name, entry in found.items() if name not in dropped}
 
     # Shapes and types first, with the head that is stored: comparing it with the embedding would fail obscurely.
     stored = arch if HEAD not in found else dataclasses.replace(arch, tie_embeddings=False)
-    refuse(directory, mismatches(slots(stored), found, FLOATING), "download the checkpoint again, or correct config.json")
+    table = {slot.name: slot for slot in slots(stored)}
+    origins = {name: Origin(entry.file, name, entry.shape, entry.dtype) for name, entry in found.items()}
+    readable = (*FLOATING, *({found[name].dtype for name in scales}))
+    remedy = "download the checkpoint again, or correct config.json"
+    refuse(directory, mismatches(list(table.values()), origins, readable), remedy)
+    origins = {
+        name: Origin(found[slot.tensor].file, name, slot.shape, found[slot.tensor].dtype) for name, slot in table.items()
+    }
+
+    def rows(name: str, first: int, last: int) -> np.ndarray:
+        tensor, offset = table[name].tensor, table[name].offset
+        values = shards.read_rows(found[tensor], offset + first, offset + last)
+        return scales[tensor].apply(values, offset + first) if tensor in scales else values
+
     if arch.tie_embeddings and HEAD in found:
-        if _same_values(read(HEAD), read(EMBED)):
-            del found[HEAD]
+        if _same_rows(rows, found[HEAD].shape):
+            del origins[HEAD]
         else:
             arch = stored
             notices.append(f"{HEAD} differs from {EMBED} although tie_word_embeddings is true; converted as an untied model")
-    if (directory / "additional_chat_templates").exists():
-        notices.append("left out additional_chat_templates: only the default chat template travels with a checkpoint")
-    return Outside(arch, found, read, _carried(directory, config), tuple(notices))
+    return Outside(arch, origins, rows, _carried(directory, config), tuple(notices))
 
 
-def write_hf(directory: Path, arch: Arch, params: Params, files: Mapping[str, bytes], dtype: str, shard_size: int) -> None:
-    """Write a Hugging Face model folder into `directory`, which exists and is empty.
+def write_hf(directory: Path, model: Outside, dtype: str, shard_size: int) -> list[str]:
+    """Write a Hugging Face model folder into `directory`, which exists and is empty; a few rows are held at a time.
 
     One model.safetensors if it has at most `shard_size` bytes, else shards of at most that (a larger tensor gets its own)
-    and their index. `files` are written as they are.
+    and their index.
+
+    Returns:
+        One notice per slot that holds NaN or infinity.
     """
-    shards: list[list[Any]] = [[]]
+    parts: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     filled, total, item = 0, 0, np.dtype(dtype).itemsize
-    for slot in slots(arch):
-        size = int(np.prod(slot.shape)) * item
-        if shards[-1] and filled + size > shard_size:
-            shards.append([])
+    for tensor, shape in tensor_shapes(slots(model.arch)).items():
+        size = math.prod(shape) * item
+        if parts[-1] and filled + size > shard_size:
+            parts.append([])
             filled = 0
-        shards[-1].append(slot)
+        parts[-1].append((tensor, shape))
         filled, total = filled + size, total + size
-    weight_map = {}
-    for number, members in enumerate(shards, 1):
-        name = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {slot.name: np.ascontiguousarray(view(params, slot).reshape(slot.shape), dtype) for slot in members}
-        save_file(tensors, directory / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
-        (directory / name).chmod(directory.stat().st_mode & 0o666)  # it is made readable to its owner alone
-    if len(shards) > 1:
+    places: dict[str, shards.Entry] = {}
+    for number, members in enumerate(parts, 1):
+        name = _SINGLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        places |= shards.create(directory / name, members, dtype)
+
+    def write(piece: Slice) -> list[str]:
+        return _write_slice(piece, model, places, np.dtype(dtype))
+
+    pieces = slices(model.arch)
+    # A source that is a checkpoint of rljax holds the slice, and its reader a copy for a moment.
+    notices = in_parallel(write, pieces, lambda piece: piece.size, max(piece.size for piece in pieces))
+    if len(parts) > 1:
+        weight_map = {name: entry.file.name for name, entry in places.items()}
         _write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    token_ids = json.loads(files.get("generation_config.json", b"{}"))
-    _write_json(directory / "config.json", config_from_arch(arch, dtype, token_ids))
-    for name, content in files.items():
+    token_ids = json.loads(model.files.get("generation_config.json", b"{}"))
+    _write_json(directory / "config.json", config_from_arch(model.arch, dtype, token_ids))
+    for name, content in model.files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(content)
+    return [notice for found in notices for notice in found]
+
+
+def _write_slice(piece: Slice, model: Outside, places: Mapping[str, shards.Entry], dtype: np.dtype) -> list[str]:
+    """Write the slots of one slice; they lie next to each other where the source is a checkpoint of rljax."""
+    shape = np.broadcast_to(np.empty((), dtype), piece.shape)  # takes no memory: only its views' shapes are used
+    notices = []
+    for slot in piece.slots:
+        finite = True
+        for first, last, _ in tiles(shape, slot):
+            values = cast(model.rows(slot.name, first, last), dtype)
+            finite = finite and all_finite(values)
+            shards.write_rows(places[slot.tensor], slot.offset + first, values)
+        notices += [] if finite else [not_finite(model.origins[slot.name])]
+    return notices
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -202,99 +180,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _llama(config: Mapping[str, Any], where: str) -> tuple[Arch, list[str]]:
-    for key, allowed in _NEUTRAL.items():
-        if key in config and config[key] not in allowed:
-            supported = " or ".join(map(repr, allowed)) or "null"
-            raise ValueError(f"{where}: {key} is {config[key]!r}; rljax supports only {supported}")
-
-    def number(key: str, kind: type = int, default: Any = None) -> Any:
-        value = config.get(key, default)
-        if value is None:
-            raise ValueError(f"{where}: {key} is missing; it is needed to build the model")
-        if isinstance(value, bool) or not isinstance(value, (int, kind)) or value <= 0:
-            raise ValueError(f"{where}: {key} must be a positive {kind.__name__}, got {value!r}")
-        return value
-
-    width, heads, max_position = number("hidden_size"), number("num_attention_heads"), number("max_position_embeddings")
-    if "head_dim" not in config and width % heads:
-        raise ValueError(f"{where}: hidden_size ({width}) is no multiple of num_attention_heads ({heads}); head_dim is needed")
-    tied = config.get("tie_word_embeddings", False)
-    if not isinstance(tied, bool):
-        raise ValueError(f"{where}: tie_word_embeddings must be true or false, got {tied!r}")
-    rope, notices = _rope(config, max_position, where)
-    arch = Arch(
-        vocab_size=number("vocab_size"),
-        num_layers=number("num_hidden_layers"),
-        embed_dim=width,
-        num_heads=heads,
-        num_kv_heads=number("num_key_value_heads", default=heads),
-        head_dim=number("head_dim", default=width // heads),
-        ffn_dim=number("intermediate_size"),
-        rope=rope,
-        norm_eps=float(number("rms_norm_eps", float)),
-        tie_embeddings=tied,
-        max_position=max_position,
-    )
-    return arch, notices
-
-
-# Rotary keys that mean something for each kind, and must be there.
-_ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-
-
-def _rope(config: Mapping[str, Any], max_position: int, where: str) -> tuple[Rope, list[str]]:
-    """Read the rotary embedding from the old keys (rope_theta, rope_scaling), the new one (rope_parameters), or both."""
-    merged: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for place in ("rope_parameters", "rope_scaling", "rope_theta"):
-        entry = config.get(place, {})
-        entry = {"rope_theta": entry} if place == "rope_theta" and entry != {} else entry
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"{where}: {place} must be a table or null, got {entry!r}")
-        for old, value in entry.items():
-            key = "rope_type" if old == "type" else old
-            if value is None:
-                continue
-            if key in merged and merged[key] != value:
-                raise ValueError(
-                    f"{where}: {place} says {key} = {value!r}, but {origin[key]} says {merged[key]!r}; remove the wrong one"
-                )
-            merged[key], origin[key] = value, place
-    kind = merged.pop("rope_type", "default")
-    if kind not in _ROPE_KEYS:
-        raise ValueError(f"{where}: rope_type {kind!r} is not supported; rljax knows {', '.join(_ROPE_KEYS)}")
-    notices = [] if "rope_theta" in merged else [f"{where} names no rope_theta; took the family's {DEFAULT_ROPE_THETA:g}"]
-    theta = merged.pop("rope_theta", DEFAULT_ROPE_THETA)
-    if merged.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{where}: partial_rotary_factor other than 1 is not supported")
-    if kind == "llama3":
-        merged.setdefault("original_max_position_embeddings", max_position)
-    for key in merged:
-        if key not in _ROPE_KEYS[kind]:
-            raise ValueError(f"{where}: {origin[key]}.{key} has no meaning for rope_type {kind!r}; remove it")
-    values = {"theta": theta, **{key: merged.get(key) for key in _ROPE_KEYS[kind]}}
-    for key, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise ValueError(f"{where}: rotary embedding of type {kind!r} needs a positive {key}, got {value!r}")
-    if kind == "llama3" and values["low_freq_factor"] >= values["high_freq_factor"]:
-        raise ValueError(f"{where}: low_freq_factor must be below high_freq_factor in rope_scaling")
-    original = values.pop("original_max_position_embeddings", None)
-    numbers = {key: float(value) for key, value in values.items()}
-    return Rope(kind=kind, **numbers, **({} if original is None else {"original_max_position": int(original)})), notices
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files, after checking that the index and the files agree."""
+def _entries(directory: Path) -> dict[str, shards.Entry]:
+    """Return every stored tensor, after checking that the index and the files agree."""
     single, index = directory / _SINGLE, directory / _INDEX
     if single.exists() and index.exists():
         raise ValueError(f"{directory}: has both {_SINGLE} and {_INDEX}; remove the one that does not belong")
     if single.exists():
-        return [single]
+        return shards.read_header(single)
     if not index.exists():
         raise ValueError(
             f"{directory}: has neither {_SINGLE} nor {_INDEX}; other weight formats must be saved as safetensors first"
@@ -307,31 +199,37 @@ def _weight_files(directory: Path) -> list[Path]:
             raise ValueError(f"{index}: {name} is said to be in {file!r}, which is no file name; download the index again")
         if not (directory / file).exists():
             raise ValueError(f"{index}: {name} is said to be in {file}, which does not exist; download that file")
+    found: dict[str, shards.Entry] = {}
     for file in sorted(set(weight_map.values())):
-        stored = set(_open_file(directory / file).keys())
+        stored = shards.read_header(directory / file)
+        if twice := sorted(set(stored) & set(found)):
+            other = found[twice[0]].file.name
+            raise ValueError(f"{index}: {twice[0]} is stored twice, in {other} and in {file}; download both again")
         listed = {name for name, place in weight_map.items() if place == file}
-        if stored != listed:
-            name = min(stored ^ listed)
+        if set(stored) != listed:
+            name = min(set(stored) ^ listed)
             told = "holds it, but the index does not say so" if name in stored else "does not hold it, though the index says so"
             raise ValueError(f"{index}: {name}: {file} {told}; download both again")
-    return [directory / file for file in sorted(set(weight_map.values()))]
+        found |= {name: stored[name] for name in sorted(stored)}
+    return found
 
 
-def _open_file(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="np")
-    except SafetensorError as err:
-        raise ValueError(f"{path}: not a complete safetensors file ({err}); download it again") from err
+def _same_rows(rows: Callable[[str, int, int], np.ndarray], shape: tuple[int, ...]) -> bool:
+    """Say whether the stored head is the embedding, a few rows at a time."""
+    step = max(1, (4 << 20) // (4 * shape[1]))
+    wide = np.dtype(np.float32)
 
+    def part(name: str, first: int) -> np.ndarray:
+        return cast(rows(name, first, min(first + step, shape[0])), wide)
 
-def _same_values(first: np.ndarray, second: np.ndarray) -> bool:
-    return first.shape == second.shape and np.array_equal(first.astype(np.float32), second.astype(np.float32))
+    return all(np.array_equal(part(HEAD, first), part(EMBED, first)) for first in range(0, shape[0], step))
 
 
 def _carried(directory: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Read the files that travel with the model; the end tokens of config.json get a generation_config.json if it lacks one."""
     files = {name: (directory / name).read_bytes() for name in CARRIED_FILES if (directory / name).exists()}
-    ids = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
+    files |= {f"{_TEMPLATES}/{path.name}": path.read_bytes() for path in sorted((directory / _TEMPLATES).glob("*.jinja"))}
+    ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
     if "generation_config.json" not in files and ids:
         files["generation_config.json"] = json.dumps(ids, indent=2).encode()
     return files
@@ -339,7 +237,3 @@ def _carried(directory: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-FAMILIES: dict[str, Callable[[Mapping[str, Any], str], tuple[Arch, list[str]]]] = {"LlamaForCausalLM": _llama}
-_CLASS_OF_TYPE = {"llama": "LlamaForCausalLM"}

@@ -9,31 +9,38 @@ from typing import Any
 
 import numpy as np
 
-from rljax.algorithms.advantages import Advantages
+from rljax.algorithms.advantages import group_outcomes
 from rljax.algorithms.losses import gap_quantile
+from rljax.config import Config
 from rljax.data.packing import Batch, length_metrics
 from rljax.records import Group
+from rljax.rollouts.batching import shaped_rewards
 
 
-def rollout_metrics(groups: Sequence[Group], advantages: Advantages) -> dict[str, float]:
-    """Return rewards, lengths, failures and the use of groups.
+def rollout_metrics(groups: Sequence[Group], config: Config) -> dict[str, float]:
+    """Return rewards, lengths, failures and the use of groups, over all that was sampled for a batch.
 
     Rewards are left out when nothing was scored. Lengths are of rollouts in which the model spoke, scored or not.
     """
+    owners = [index for index, group in enumerate(groups) for _ in group.rollouts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [rollout.score for rollout in rollouts if rollout.score.status == "score"]
     lengths = length_metrics([rollout for rollout in rollouts if rollout.turns])
+    outcomes = group_outcomes([rollout.score.value for rollout in rollouts], owners)
     values: dict[str, float] = {f"completion/{name.removeprefix('completion_')}": value for name, value in lengths.items()}
     values |= {
         "rollouts/error_fraction": float(np.mean([rollout.score.status == "error" for rollout in rollouts])),
         "rollouts/timeout_fraction": float(np.mean([rollout.score.status == "timeout" for rollout in rollouts])),
-        "groups/zero_variance_fraction": float(np.mean([group.zero_variance for group in advantages.groups])),
-        "groups/dropped": sum(group.dropped is not None for group in advantages.groups),
+        "groups/zero_variance_fraction": float(np.mean([group.zero_variance for group in outcomes])),
+        "groups/dropped": sum(group.dropped is not None for group in outcomes),
+        "groups/sampled": len(groups),
         "tokens/generated": sum(rollout.completion_length for rollout in rollouts),
     }
     if scored:
         rewards = [score.value for score in scored if score.value is not None]
         values |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
+        shaped = [value for value in shaped_rewards(rollouts, config) if value is not None]
+        values["reward/overlong_penalty"] = float(np.mean(shaped) - np.mean(rewards))
         parts: dict[str, list[float]] = defaultdict(list)
         for score in scored:
             for name, value in score.components.items():
@@ -60,7 +67,10 @@ def update_metrics(batch: Batch, sums: Mapping[str, Any], logp_prox: np.ndarray)
         "loss/policy": float(sums["policy_loss"]),
         "loss/kl": mean("kl_ref"),
         "policy/entropy": mean("entropy"),
-        "policy/clip_fraction": mean("clipped_low") + mean("clipped_high"),
+        "policy/clip_fraction": mean("clipped_low") + mean("clipped_high") + mean("clipped_dual"),
+        "policy/clip_low_fraction": mean("clipped_low"),
+        "policy/clip_high_fraction": mean("clipped_high"),
+        "policy/clip_dual_fraction": mean("clipped_dual"),
         "policy/ratio_mean": mean("ratio"),
         "policy/ratio_max": float(sums["ratio_max"]),
         "gap/logp_mean": mean("gap"),
@@ -68,6 +78,7 @@ def update_metrics(batch: Batch, sums: Mapping[str, Any], logp_prox: np.ndarray)
         "gap/logp_max": float(sums["gap_max"]),
         "gap/outside_fraction": mean("gap_outside"),
         "gap/is_truncated_fraction": mean("is_truncated"),
+        "gap/effective_sample_fraction": float(sums["is_weight"]) ** 2 / max(tokens * float(sums["is_weight_square"]), 1e-30),
         "pack/padding_fraction": batch.padding_fraction,
         "tokens/trained": float(sums["tokens"]),
     }

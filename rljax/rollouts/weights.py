@@ -1,7 +1,7 @@
 """Publishing: the learner's parameters become the sampler's.
 
 Owns the compiled copy from the learner's layout (split over `fsdp`, master type) into the sampler's (whole on every
-data shard, one array per block, sampling type), and nothing else. It is a copy, made inside the mesh.
+data shard, one array per block, output dims first, sampling type), and nothing else. It is a copy, made inside the mesh.
 """
 
 from collections.abc import Callable
@@ -36,6 +36,6 @@ def publisher(arch: Arch, mesh: Mesh, dtype: Any) -> Callable[[Params], Params]:
     layout = param_shardings(mesh, abstract_params(arch, stacked=False), logical_axes(arch, stacked=False), SAMPLER_RULES)
 
     def publish(params: Params) -> Params:
-        return unstack(jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params))
+        return unstack(arch, jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params))
 
     return jax.jit(publish, out_shardings=layout)

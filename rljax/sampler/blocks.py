@@ -155,6 +155,7 @@ class Ledger:
         for slot, (stored, place) in self._place.items():
             for index, block in enumerate(stored.blocks):
                 parts["prompt_slot"][block, place] = slot
+                parts["prompt_start"][block] = index * BLOCK
                 parts["prompt_filled"][block] = min(BLOCK, len(stored.tokens) - index * BLOCK)
                 parts["prompt_parts"][slot, index] = block * self.readers + place
             for index, block in enumerate(self._blocks[slot]):
@@ -180,6 +181,6 @@ def empty_tables(slots: int, prompt_blocks: int, readers: int, own_blocks: int, 
     def nobody(*shape: int) -> np.ndarray:
         return np.full(shape, -1, np.int32)
 
-    fields = {"prompt_slot": nobody(prompt_blocks, readers), "prompt_filled": nobody(prompt_blocks)}
-    fields |= {"own_slot": nobody(own_blocks), "own_start": nobody(own_blocks)}
+    fields = {"prompt_slot": nobody(prompt_blocks, readers), "prompt_start": nobody(prompt_blocks)}
+    fields |= {"prompt_filled": nobody(prompt_blocks), "own_slot": nobody(own_blocks), "own_start": nobody(own_blocks)}
     return with_fields(Tables, **fields, prompt_parts=nobody(slots, columns[0]), own_parts=nobody(slots, columns[1]))

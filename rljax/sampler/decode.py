@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rljax.mesh import DATA_AXES
 from rljax.models.arch import Arch
-from rljax.models.decoder import KeyValue, logits, merge, within_segments
+from rljax.models.block import KeyValue
+from rljax.models.decoder import logits, merge
 from rljax.pytree import Params, pytree
 from rljax.sampler.cache import LayerCache, Progress, Slots
 from rljax.sampler.paged import Tables, paged_attention, store_prompts
@@ -66,8 +67,7 @@ def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Prompts) -> 
     width = new.tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(width), new.tokens.shape)
     segments = (positions < new.lengths[:, None]).astype(jnp.int32)
-    attention = within_segments(positions, segments)
-    _, fresh = merge(arch, params)(new.tokens, positions, attention, dtype=params["embed"].dtype)
+    _, fresh = merge(arch, params)(new.tokens, positions, segments, dtype=params["embed"].dtype)
     assert not isinstance(fresh, KeyValue), "the sampler's parameters are in the separate layout"
     heads, rows = PartitionSpec(DATA_AXES, "tensor"), PartitionSpec(DATA_AXES)
     # Rows and the blocks they fill lie on the same data shard, so nothing leaves it.
@@ -107,9 +107,8 @@ def decode_chunk(
 def _decode_step(arch: Arch, mesh: Mesh, params: Params, state: Slots, tables: Tables, stop_ids: Int[Array, " e"]) -> Slots:
     """Feed each slot's token and draw the next one."""
     decoder, dtype, now = merge(arch, params), params["embed"].dtype, state.progress
-    attention = paged_attention(mesh, tables, now.position, now.origin)
-    hidden, cache = decoder(now.token[:, None], now.position[:, None], attention, state.cache, dtype=dtype)
-    assert not isinstance(cache, KeyValue), "the sampler's parameters are in the separate layout"
+    attention = paged_attention(arch, mesh, tables, now.position, now.origin)
+    hidden, cache = decoder.continued(now.token[:, None], now.position[:, None], attention, state.cache, dtype=dtype)
     drawn = draw(logits(decoder, hidden[:, 0]), now.temperature, uniforms(now.draw_key, now.position + 1))
     active = now.remaining > 0
     ended = jnp.any(drawn.token[:, None] == stop_ids[None, :], axis=1)

@@ -11,6 +11,8 @@ arithmetic grows with the blocks in use. A slot's parts are always joined in the
 given changes no bit of the result.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,8 +21,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.mesh import DATA_AXES
-from rljax.models.attention import Part, attend_part, join_parts
-from rljax.models.decoder import Attention, KeyValue
+from rljax.models.arch import Arch
+from rljax.models.attention import AttentionOptions, Part, attend_part, join_parts, position_mask
+from rljax.models.block import Attention, KeyValue, layer_kinds
 from rljax.pytree import pytree
 from rljax.sampler.cache import BLOCK, Blocks, LayerCache
 
@@ -33,6 +36,8 @@ class Tables:
 
     prompt_slot: Int[Array, "p g"]
     """Per block of the prompt pool, the slots that read it."""
+    prompt_start: Int[Array, " p"]
+    """Position of its first token."""
     prompt_filled: Int[Array, " p"]
     """How many of its positions hold tokens."""
     own_slot: Int[Array, " n"]
@@ -45,44 +50,65 @@ class Tables:
     """Per slot, its own blocks in the order of tokens."""
 
 
+class _Visible(NamedTuple):
+    """Which positions of a block its readers see."""
+
+    own: Bool[Array, "n 1 t"]
+    prompt: Bool[Array, "p g t"]
+
+
 class _Plan(NamedTuple):
-    """What all layers of one step share."""
+    """What the layers of one step share."""
 
     own_slot: Int[Array, " n"]
-    own_visible: Bool[Array, "n 1 t"]
     prompt_slot: Int[Array, "p g"]
-    prompt_visible: Bool[Array, "p g t"]
+    visible: dict[str, _Visible]
+    """By the window, as text: jax sorts keys, and there may be None among them."""
     parts: Int[Array, "b q"]
     block: Int[Array, " b"]
     offset: Int[Array, " b"]
 
 
-def paged_attention(mesh: Mesh, tables: Tables, position: Int[Array, " b"], origin: Int[Array, " b"]) -> Attention:
+def paged_attention(arch: Arch, mesh: Mesh, tables: Tables, position: Int[Array, " b"], origin: Int[Array, " b"]) -> Attention:
     """Return the attention of a decode step in which each slot feeds one token, at `position`.
 
     Args:
+        arch: Model, whose layers may have windows.
         mesh: Devices; slots and blocks are split over the data axes, heads over `tensor`.
         tables: Who reads what.
         position: Per slot, the position of the token that is fed.
         origin: Per slot, the position of the first token in its own blocks.
     """
-    plan = jax.shard_map(_plan, mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)(tables, position, origin)
+    windows = {kind.attention.window for kind in layer_kinds(arch)}
+    plan_of = partial(_plan, sorted(windows, key=str))
+    plan = jax.shard_map(plan_of, mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)(tables, position, origin)
 
-    def attention(query: Array, fresh: KeyValue, cache: LayerCache) -> tuple[Array, LayerCache]:
-        specs = (PartitionSpec(DATA_AXES, None, "tensor"), _HEADS, _HEADS, _ROWS)
-        out_specs = (specs[0], _HEADS)
-        return jax.shard_map(_attend, mesh=mesh, in_specs=specs, out_specs=out_specs)(query, fresh, cache, plan)
+    def attention(
+        query: Array, fresh: KeyValue, cache: LayerCache, options: AttentionOptions, sinks: Array | None
+    ) -> tuple[Array, LayerCache]:
+        queries = PartitionSpec(DATA_AXES, None, "tensor")
+        specs = (queries, _HEADS, _HEADS, _ROWS, PartitionSpec("tensor"))
+        attend = jax.shard_map(partial(_attend, options), mesh=mesh, in_specs=specs, out_specs=(queries, _HEADS))
+        return attend(query, fresh, cache, plan, sinks)
 
     return attention
 
 
-def _plan(tables: Tables, position: Int[Array, " b"], origin: Int[Array, " b"]) -> _Plan:
+def _plan(windows: Sequence[int | None], tables: Tables, position: Int[Array, " b"], origin: Int[Array, " b"]) -> _Plan:
     """Derive from the tables what every layer needs, on one data shard."""
     entries = jnp.arange(BLOCK)[None]
-    own_slot = jnp.maximum(tables.own_slot, 0)
-    readable = (tables.own_start[:, None] + entries <= position[own_slot][:, None]) & (tables.own_slot >= 0)[:, None]
-    filled = (entries < tables.prompt_filled[:, None])[:, None] & (tables.prompt_slot >= 0)[:, :, None]
-    first, nothing = len(own_slot), len(own_slot) + tables.prompt_slot.size
+    own_slot, prompt_slot = jnp.maximum(tables.own_slot, 0), jnp.maximum(tables.prompt_slot, 0)
+    own_at, prompt_at = (start[:, None] + entries for start in (tables.own_start, tables.prompt_start))
+    used = (tables.own_slot >= 0)[:, None, None]
+    read = (tables.prompt_slot >= 0)[:, :, None] & (entries < tables.prompt_filled[:, None])[:, None]
+    visible = {
+        str(window): _Visible(
+            position_mask(position[own_slot][:, None], own_at, window) & used,
+            position_mask(position[prompt_slot], prompt_at, window) & read,
+        )
+        for window in windows
+    }
+    first, nothing = len(own_slot), len(own_slot) + prompt_slot.size
     parts = jnp.concatenate(
         [
             jnp.where(tables.prompt_parts >= 0, first + tables.prompt_parts, nothing),
@@ -92,22 +118,27 @@ def _plan(tables: Tables, position: Int[Array, " b"], origin: Int[Array, " b"]) 
     )
     fed = position - origin
     block = jnp.take_along_axis(tables.own_parts, jnp.minimum(fed // BLOCK, tables.own_parts.shape[1] - 1)[:, None], axis=1)
-    return _Plan(own_slot, readable[:, None], jnp.maximum(tables.prompt_slot, 0), filled, parts, block[:, 0], fed % BLOCK)
+    return _Plan(own_slot, prompt_slot, visible, parts, block[:, 0], fed % BLOCK)
 
 
 def _attend(
-    query: Float[Array, "b 1 k m c"], fresh: KeyValue, cache: LayerCache, plan: _Plan
+    options: AttentionOptions,
+    query: Float[Array, "b 1 k m c"],
+    fresh: KeyValue,
+    cache: LayerCache,
+    plan: _Plan,
+    sinks: Float[Array, "k m"] | None,
 ) -> tuple[Float[Array, "b 1 k m c"], LayerCache]:
     """Write the fresh keys and values into the slots' own blocks and attend, on one data shard."""
-    now = query[:, 0]
+    now, visible = query[:, 0], plan.visible[str(options.window)]
     own = _write(cache.own, fresh, plan)
     parts: list[Part] = []
     for arena, blocks in _used(own, len(plan.own_slot)):
-        parts.append(attend_part(now[plan.own_slot[blocks]], arena.key, arena.value, plan.own_visible[blocks]))
+        parts.append(attend_part(now[plan.own_slot[blocks]], arena.key, arena.value, visible.own[blocks], options))
     for arena, blocks in _used(cache.prompt, len(plan.prompt_slot)):
         readers = jnp.swapaxes(now[plan.prompt_slot[blocks]], 1, 2)  # [p, k, g, m, c]
-        parts.append(_apart(attend_part(readers, arena.key, arena.value, plan.prompt_visible[blocks])))
-    return join_parts(parts, plan.parts).astype(query.dtype)[:, None], LayerCache(cache.prompt, own)
+        parts.append(_apart(attend_part(readers, arena.key, arena.value, visible.prompt[blocks], options)))
+    return join_parts(parts, plan.parts, sinks).astype(query.dtype)[:, None], LayerCache(cache.prompt, own)
 
 
 def _apart(part: Part) -> Part:

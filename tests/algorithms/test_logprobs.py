@@ -66,6 +66,46 @@ def test_gradients_are_those_of_the_whole_logits(chunk, valid_vocab):
         np.testing.assert_allclose(left, right, rtol=FLOAT32, atol=FLOAT32)
 
 
+def test_a_soft_cap_bounds_the_logits_and_their_gradient():
+    hidden, head, targets = inputs()
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(B, S)), jnp.float32)
+    cap, valid = 3.0, V - 5
+
+    def whole(h, w):
+        logits = cap * jnp.tanh(jnp.einsum("bsd,vd->bsv", h, w[:valid]) / cap) / 0.7
+        return jnp.sum(weights * jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0])
+
+    def chunked(h, w):
+        got = token_logprobs(h, w, targets, temperature=0.7, valid_vocab=valid, soft_cap=cap, chunk=4)
+        return jnp.sum(weights * got[0])
+
+    (want, want_grads), (got, got_grads) = (jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, head) for f in (whole, chunked))
+    assert float(got) == pytest.approx(float(want), rel=FLOAT32)
+    assert abs(float(got) - float(whole_loss(hidden, head, targets, weights, 0.7, valid))) > 1
+    for left, right in zip(got_grads, want_grads, strict=True):
+        np.testing.assert_allclose(left, right, rtol=FLOAT32, atol=FLOAT32)
+
+
+@pytest.mark.parametrize(("chunk", "valid_vocab"), [(4, V - 5), (10, None)])
+def test_on_request_the_entropy_has_the_gradient_of_the_whole_logits(chunk, valid_vocab):
+    hidden, head, targets = inputs()
+    weights, bonus = jnp.asarray(np.random.default_rng(1).normal(size=(2, B, S)), jnp.float32)
+
+    def loss(h, w):
+        options = {"temperature": 0.7, "valid_vocab": valid_vocab, "chunk": chunk, "entropy_gradient": True}
+        logp, entropy = token_logprobs(h, w, targets, **options)
+        return jnp.sum(weights * logp + bonus * entropy)
+
+    def whole(h, w):
+        log_p = jax.nn.log_softmax(jnp.einsum("bsd,vd->bsv", h, w[:valid_vocab]) / 0.7)
+        chosen = jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+        return jnp.sum(weights * chosen - bonus * jnp.sum(jnp.exp(log_p) * log_p, -1))
+
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(hidden, head) for f in (loss, whole))
+    for left, right in zip(got, want, strict=True):
+        np.testing.assert_allclose(left, right, rtol=FLOAT32, atol=FLOAT32)
+
+
 def test_bfloat16_hidden_states_give_float32_results_and_a_float32_head_gradient():
     hidden, head, targets = inputs(jnp.bfloat16, s=16)
     weights = jnp.ones(targets.shape)

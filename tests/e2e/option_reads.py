@@ -24,12 +24,17 @@ def main(argv: Sequence[str]) -> int:
         "eval.every=4",
         "eval.num_tasks=2",
         "algorithm.beta=0.1",
+        "algorithm.kl_target=0.1",
+        "algorithm.reference_sync_steps=1",
+        "algorithm.rollout_rs=token",
+        "algorithm.dynamic_sampling=true",
         "optimizer.schedule=cosine",
         "optimizer.decay_steps=4",
         "telemetry.tensorboard=true",
     ]
     from_file = [
         *("train.steps=1", "checkpoint.every=1", "data.source=file", f"data.path={tasks}", f"eval.path={tasks}"),
+        "algorithm.surrogate=sapo",
         *(
             "env.name=tests.worlds:Troubled",
             "env.options.share=0.3",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rljax.presets import PRESETS
 from tests.e2e.processes import Server
 from tests.tiny_run import metric_rows, overrides, param_bits, rollout_rows, step_metrics
 
@@ -20,6 +21,18 @@ FROM = {  # what a case is compared with, when it needs more than the common opt
     "kl": ("algorithm.beta=0.5",),
     "twice": ("algorithm.num_iterations=3", "optimizer.learning_rate=0.05"),
     "gap": ("sampler.dtype=bfloat16",),
+    "sapo": ("algorithm.surrogate=sapo", "algorithm.num_iterations=3", "optimizer.learning_rate=0.05"),
+    "named": ("algorithm.advantage=gdpo", "algorithm.reward_weights.letters=1.0"),
+    "long": ("algorithm.overlong_buffer_len=4",),
+    "choosy": ("env.name=tests.worlds:Choosy", "data.num_tasks=64"),
+    "target": ("algorithm.beta=0.5", "algorithm.kl_target=0.01"),
+    "synced": ("algorithm.beta=0.5", "algorithm.reference_sync_steps=1"),
+    "uncorrected": ("sampler.dtype=bfloat16", "algorithm.rollout_is=none"),
+    "tight": ("sampler.dtype=bfloat16", "algorithm.rollout_is_threshold=1.001"),
+    "rejected": (
+        *("sampler.dtype=bfloat16", "algorithm.rollout_rs=token"),
+        *("algorithm.rollout_rs_threshold=1.002", "algorithm.rollout_rs_threshold_lower=0.998"),
+    ),
     "cosine": ("optimizer.schedule=cosine", "optimizer.decay_steps=4"),
 }
 CHANGES = {
@@ -41,6 +54,38 @@ CHANGES = {
     "algorithm.beta=0.1": "kl",
     "algorithm.kl_estimator=k1": "kl",
     "algorithm.kl_estimator=k2": "kl",
+    **{f"algorithm.preset={preset}": "twice" for preset in PRESETS if preset not in ("none", "gdpo")},
+    **{f"algorithm.advantage={row}": "" for row in ("rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl")},
+    "algorithm.reward_weights.characters=0.5": "named",
+    "algorithm.overlong_buffer_len=4": "",
+    "algorithm.overlong_penalty_factor=0.5": "long",
+    "algorithm.dynamic_sampling=true": "choosy",
+    "algorithm.surrogate=cispo": "twice",
+    "algorithm.surrogate=sapo": "twice",
+    "algorithm.surrogate=reinforce": "twice",
+    "algorithm.sapo_temperature_pos=2.0": "sapo",
+    "algorithm.sapo_temperature_neg=2.0": "sapo",
+    "algorithm.importance_sampling_level=sequence": "twice",
+    "algorithm.importance_sampling_level=sequence-token": "twice",
+    "algorithm.epsilon_c=1.01": "twice",
+    "algorithm.entropy_coef=0.1": "",
+    "algorithm.kl_estimator=k3+": "kl",
+    "algorithm.kl_estimator=k3-ratio": "kl",
+    "algorithm.kl_in_reward=true": "kl",
+    "algorithm.kl_target=0.01": "kl",
+    "algorithm.kl_gain=0.5": "target",
+    "algorithm.reference_sync_steps=1": "kl",
+    "algorithm.reference_mixup_alpha=0.5": "synced",
+    "algorithm.proximal=behavior": "uncorrected",
+    "algorithm.rollout_is=sequence": "gap",
+    "algorithm.rollout_is=geometric": "gap",
+    "algorithm.rollout_is_mode=mask": "tight",
+    "algorithm.rollout_is_threshold_lower=0.999": "gap",
+    "algorithm.rollout_rs=sequence": "rejected",
+    "algorithm.rollout_rs=geometric": "rejected",
+    "algorithm.rollout_rs=none": "rejected",
+    "algorithm.rollout_rs_threshold=1.01": "rejected",
+    "algorithm.rollout_rs_threshold_lower=0.99": "rejected",
     "algorithm.epsilon=0.01": "twice",
     "algorithm.epsilon_high=0.01": "twice",
     "algorithm.num_iterations=3": "",
@@ -84,7 +129,18 @@ def test_an_option_changes_what_is_trained(
     more = ["train.steps=4", "checkpoint.every=2"] if "mini_batch" in change else []
     changed = run_of(server, tmp_path_factory.mktemp("to") / "run", *FROM.get(name, ()), change, *more)
     assert param_bits(changed / "model") != param_bits(baselines[name] / "model")
-    if not change.startswith(("run", "model.param", "data", "sampler", "algorithm.num_generations", "train.rollout")):
+    if not change.startswith(
+        (
+            "algorithm.dynamic",
+            "algorithm.preset=dapo",
+            "run",
+            "model.param",
+            "data",
+            "sampler",
+            "algorithm.num_generations",
+            "train.rollout",
+        )
+    ):
         # These act on updates alone, and the first rollouts come before any.
         first = "step_00000001.jsonl"
         assert rollout_rows(changed)[first] == rollout_rows(baselines[name])[first]

@@ -69,6 +69,27 @@ def test_a_run_that_dies_at_every_stage(server: Server, whole: Path, tmp_path: P
     assert_same(run, whole)
 
 
+MOVING = (
+    *("env.name=tests.worlds:Choosy", "data.num_tasks=64", "algorithm.preset=dapo", "algorithm.beta=0.1"),
+    *("algorithm.kl_target=0.01", "algorithm.reference_sync_steps=1", "algorithm.reference_mixup_alpha=0.25"),
+    *("train.steps=6", "checkpoint.keep=9", "telemetry.live=plain"),
+)
+"""Groups are replaced, and the reference and its weight move."""
+
+
+@pytest.mark.slow
+def test_a_run_with_everything_that_moves_dies_at_many_stages(server: Server, tmp_path: Path) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert server.run(["train", *overrides(whole, *MOVING)]) == 0, server.output
+    for point in ("loop.collected:2", "checkpoint.committed:1", "loop.updating:2", "loop.saving:1"):
+        assert server.run(["train", *overrides(run, *MOVING)], RLJAX_CRASH_AT=point) == KILLED, (point, server.output)
+    assert server.run(["train", *overrides(run, *MOVING)]) == 0, server.output
+    assert state_bits(run, 6) == state_bits(whole, 6)
+    assert metric_rows(run) == metric_rows(whole)
+    assert rollout_rows(run) == rollout_rows(whole)
+    assert max(row["groups/sampled"] for row in metric_rows(whole)) > 4, "some groups were replaced"
+
+
 def newest_checkpoint(run: Path) -> int:
     return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")), default=0)
 

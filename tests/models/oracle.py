@@ -128,7 +128,7 @@ def random_ids(*shape: int, vocab: int = VOCAB, seed: int = 0) -> np.ndarray:
 @partial(jax.jit, static_argnums=0)
 def _logits(arch: Arch, params: Params, ids: Any, positions: Any, segments: Any) -> Any:
     model = decoder.merge(arch, params)
-    return decoder.logits(model, model(ids, positions, decoder.within_segments(positions, segments), dtype=F32)[0])
+    return decoder.logits(model, model(ids, positions, segments, dtype=F32)[0])
 
 
 def our_logits(arch: Arch, params: Params, ids: np.ndarray, positions: Any = None, segments: Any = None) -> np.ndarray:

@@ -13,7 +13,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from rljax.models.arch import Arch, Rope
-from rljax.models.hf import arch_from_config, config_from_arch, open_hf, write_hf
+from rljax.models.hf import open_hf, write_hf
+from rljax.models.hf_config import arch_from_config, config_from_arch
 from rljax.models.layout import fill, slots
 from tests.models.oracle import LLAMA3_ROPE, TINY, VARIANTS, load_hf, make_llama, save_llama, tokenizer_files
 
@@ -85,16 +86,16 @@ def test_rope_tables_equal_the_references(variant: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, "architectures"),
+        ({"architectures": ["BertModel"]}, "architectures"),
         ({"architectures": ["LlamaForCausalLM", "LlamaForCausalLM"]}, "architectures"),
-        ({"architectures": None, "model_type": "qwen2"}, "architectures"),
+        ({"architectures": None, "model_type": "bert"}, "architectures"),
         ({"model_type": "mistral"}, "model_type"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_bias": "yes"}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"sliding_window": 4096}, "sliding_window"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "mrope", "factor": 4.0}}, "mrope"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1}}, "beta_fast"),
@@ -151,9 +152,8 @@ def test_single_and_sharded_files_hold_the_same_model(tiny: Path, tiny_sharded: 
 
 @pytest.mark.parametrize("shard_size", [10**9, 150_000])
 def test_export_is_read_back_by_both_sides_bit_by_bit(tiny: Path, tmp_path: Path, shard_size: int) -> None:
-    arch, params = load_hf(tiny)
     files = tokenizer_files()
-    write_hf(tmp_path, arch, params, files, "float32", shard_size)
+    assert write_hf(tmp_path, open_hf(tiny), "float32", shard_size) == []
     source = load_file(tiny / "model.safetensors")
     names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     written = {name: value for file in names for name, value in load_file(tmp_path / file).items()}
@@ -175,16 +175,17 @@ def test_export_is_read_back_by_both_sides_bit_by_bit(tiny: Path, tmp_path: Path
 
 
 def test_export_rounds_to_the_nearest_even_bfloat16(tiny: Path, tmp_path: Path) -> None:
-    arch, params = load_hf(tiny)
-    params["final_norm"][:2] = 1.00390625, 1.01171875
-    write_hf(tmp_path, arch, params, {}, "bfloat16", 10**9)
-    stored = load_file(tmp_path / "model.safetensors")["model.norm.weight"]
+    tensors = {name: value.copy() for name, value in load_file(tiny / "model.safetensors").items()}
+    tensors["model.norm.weight"][:2] = 1.00390625, 1.01171875
+    (tmp_path / "out").mkdir()
+    write_hf(tmp_path / "out", open_hf(altered(tiny, tmp_path / "in", tensors)), "bfloat16", 10**9)
+    stored = load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"]
     assert (stored[:2].astype(np.float32).tolist(), stored.dtype.name, stored.dtype.itemsize) == (
         [1.0, 1.015625],
         "bfloat16",
         2,
     )
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_each_tensor_is_read_in_its_own_type(tiny: Path, tmp_path: Path) -> None:
@@ -266,6 +267,13 @@ def test_a_cut_or_padded_file_is_refused(tiny: Path, tmp_path: Path, content: Ca
         open_hf(tmp_path)
 
 
+def store_twice(folder: Path, index: dict[str, Any]) -> None:
+    first, second = sorted(set(index["weight_map"].values()))[:2]
+    tensors = load_file(folder / second)
+    tensors.update(dict(list(load_file(folder / first).items())[:1]))
+    save_file(tensors, folder / second)
+
+
 def drop_file(folder: Path, index: dict[str, Any]) -> None:
     (folder / next(iter(index["weight_map"].values()))).unlink()
 
@@ -283,6 +291,7 @@ def leave_folder(folder: Path, index: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        (store_twice, "is stored twice"),
         (drop_file, "does not exist"),
         (name_other_file, "index"),
         (leave_folder, "no file name"),

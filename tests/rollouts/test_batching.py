@@ -1,6 +1,6 @@
 """From groups to batches: advantages before any split, denominators over the step, failures in neither."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.recipe import load
 from rljax.records import FinishReason, Group, Provenance, Rollout, Score, Task
-from rljax.rollouts.batching import Prepared, batch_shape, prepare
+from rljax.rollouts.batching import Prepared, batch_shape, informative_groups, needs_revision, prepare, revise
 
 PROMPT = 3  # tokens
 
@@ -157,3 +157,89 @@ def test_any_batch_of_the_run_fits_its_shape() -> None:
     assert (shape.rows, shape.length) == (4, 24)
     longest = [group(name, [1.0, 0.0, 0.0, 1.0], [8, 8, 8, 8]) for name in ("one", "two")]
     assert prepare(longest, config, shape).batches[0].num_micro <= shape.micro_batches
+
+
+def test_a_penalty_on_length_is_in_the_advantage_and_not_in_the_score() -> None:
+    """Lengths are 2, 3, 4 and 5 of at most 8 tokens; in a buffer of 5 they cost 0, 0, 0.2 and 0.4."""
+    options = ("algorithm.overlong_buffer_len=5", "algorithm.scale_rewards=none")
+    prepared = made([ONE, TWO], *options)
+    assert prepared.advantages.values[:4].tolist() == pytest.approx([0.9, -0.1, -0.3, -0.5])
+    assert made([ONE, TWO], *options, "algorithm.overlong_penalty_factor=0.5").advantages.values[0] == pytest.approx(0.825)
+    assert ONE.rollouts[3].score.value == 0.0
+
+
+def test_the_penalty_is_on_the_longest_message_of_a_conversation() -> None:
+    first = rollout("one", 0, 1.0, 8)
+    first.provenance[PROMPT + 4] = Provenance.ENVIRONMENT  # messages of 4 and 3 tokens
+    groups = [Group(ONE.task, (first, *ONE.rollouts[1:]))]
+    got = made(groups, "algorithm.overlong_buffer_len=5", "algorithm.scale_rewards=none").advantages.values
+    assert got[0] - got[1] == pytest.approx(0.8)
+
+
+def test_groups_are_informative_by_their_scores_as_a_whole() -> None:
+    config = settings("algorithm.overlong_buffer_len=5", "algorithm.dynamic_sampling=true")
+    rewards = ([1.0, 0.0, 0.0, 0.0], [1.0] * 3 + [0.0], [1.0, 1.0, 0.0, 0.0], [1.0] * 4, [0.0] * 4, [None, None, 1.0, None])
+    groups = [group(str(index), row) for index, row in enumerate(rewards)]
+    assert informative_groups(groups, config) == [True, True, True, False, False, False]
+
+
+def scores_like(prepared: Prepared, of_rollout: Callable[[int], float]) -> list[np.ndarray]:
+    """Return log-probabilities that are one number per rollout; NaN in filler."""
+    out, first = [], 0
+    for batch in prepared.batches:
+        values = np.full(batch.mask.shape, np.nan, np.float32)
+        for index in range(4 * (1 if len(prepared.batches) > 1 else 2)):
+            values[batch.rollout == index] = of_rollout(first + index)
+        first += 4
+        out.append(values)
+    return out
+
+
+@pytest.mark.parametrize("portions", [(), ("train.mini_batch_size=1",)])
+def test_the_divergence_comes_off_the_reward_of_each_rollout(portions: tuple[str, ...]) -> None:
+    options = (*portions, "algorithm.kl_in_reward=true", "algorithm.beta=0.1", "algorithm.kl_estimator=k1")
+    config = settings(*options, "algorithm.scale_rewards=none")
+    assert needs_revision(config)
+    prepared = prepare([ONE, TWO], config, batch_shape(config, 1))
+    prox, ref = scores_like(prepared, lambda index: -1.0), scores_like(prepared, lambda index: -1.0 - 0.5 * (index % 4))
+    revised = revise(prepared, [ONE, TWO], config, prox, ref, 0.2)  # the weight of this step, not of the recipe
+    net = np.array([1.0, 0.0, 0.0, 0.0]) - 0.2 * 0.5 * np.arange(4) * np.array([2, 3, 4, 5])
+    assert revised.advantages.values[:4].tolist() == pytest.approx((net - net.mean()).tolist(), rel=1e-5)
+    assert of(revised.batches[0], "advantage", 3) == pytest.approx([net[3] - net.mean()] * 5, rel=1e-5)
+    assert revised.rejected_fraction == 0.0
+    for before, after in zip(prepared.batches, revised.batches, strict=True):
+        assert (before.weight == after.weight).all()
+        assert (before.tokens == after.tokens).all()
+
+
+def test_each_token_has_the_return_of_what_comes_after_it() -> None:
+    config = settings("algorithm.preset=reinforce_pp", "algorithm.beta=0.1")
+    prepared = prepare([ONE, TWO], config, batch_shape(config, 1))
+    prox, ref = scores_like(prepared, lambda index: -1.0), scores_like(prepared, lambda index: -2.0)
+    (batch,) = revise(prepared, [ONE, TWO], config, prox, ref, 0.1).batches
+    got = of(batch, "advantage", 0)  # 2 tokens: 1 - 0.2 and 1 - 0.1, whitened
+    all_returns = np.concatenate(
+        [[r - 0.1 * (n - t) for t in range(n)] for r, n in zip([1, 0, 0, 0, 0, 0, 1, 1], [2, 3, 4, 5] * 2, strict=True)]
+    )
+    want = (np.array([0.8, 0.9]) - all_returns.mean()) / all_returns.std(ddof=1)
+    assert got == pytest.approx(want.tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("level", "gone"), [("token", [1, 2]), ("sequence", [1, 2, 3]), ("geometric", [1, 2])])
+def test_what_is_too_far_from_the_sampler_leaves_the_loss_and_its_denominators(level: str, gone: list[int]) -> None:
+    """Ratios per token are 1, 3, 1/3 and 1.2 (1.2^5 = 2.5) for the rollouts of ONE, and 1 for those of TWO."""
+    config = settings(f"algorithm.rollout_rs={level}", "train.mini_batch_size=1")
+    prepared = prepare([ONE, TWO], config, batch_shape(config, 1))
+    far = np.log([1.0, 3.0, 1 / 3, 1.2])
+    prox = scores_like(prepared, lambda index: -1.0 + float(far[index % 4]) * (index < 4))
+    revised = revise(prepared, [ONE, TWO], config, prox, None, 0.0)
+    first, second = revised.batches
+    assert sorted(set(first.rollout[first.mask].tolist())) == [index for index in range(4) if index not in gone]
+    remaining = sum([2, 3, 4, 5][index] for index in range(4) if index not in gone)
+    assert first.mask.sum() == remaining
+    assert first.weight[first.mask].tolist() == pytest.approx([1 / remaining] * remaining)
+    assert first.weight[~first.mask].tolist() == [0.0] * int((~first.mask).sum())
+    assert (second.mask == prepared.batches[1].mask).all()
+    assert revised.rejected_fraction == pytest.approx(sum([2, 3, 4, 5][index] for index in gone) / 28)
+    assert of(first, "advantage", 0) == [1.5, 1.5], "the rewards stay in the statistics"
+    assert revised.advantages.values.tolist() == prepared.advantages.values.tolist()

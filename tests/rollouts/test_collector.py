@@ -380,8 +380,7 @@ def whole_forward(checkpoint: Checkpoint, ids: np.ndarray, known: np.ndarray) ->
     def forward(params: Params) -> jax.Array:
         model = decoder.merge(checkpoint.arch, params)
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-        attention = decoder.within_segments(positions, jnp.array(known, jnp.int32))
-        hidden, _ = model(jnp.array(ids), positions, attention, dtype=jnp.dtype("float32"))
+        hidden, _ = model(jnp.array(ids), positions, jnp.array(known, jnp.int32), dtype=jnp.dtype("float32"))
         return jax.nn.log_softmax(decoder.logits(model, hidden))
 
     return forward(checkpoint.params)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rljax.algorithms.advantages import group_advantages
 from rljax.algorithms.losses import METRICS
 from rljax.data.packing import Batch, PackShape, pack
+from rljax.recipe import load
 from rljax.records import FinishReason, Group, Provenance, Rollout, Score, Task
 from rljax.rollouts.statistics import rollout_metrics, update_metrics
 from rljax.telemetry.metrics import as_numbers
@@ -32,14 +32,13 @@ def scored(value: float, length: int = 2, reason: FinishReason = "stop", **compo
     return rollout(Score("score", value, components), length, reason)
 
 
+CONFIG = load(None, ["algorithm.overlong_buffer_len=4", "sampler.max_completion_length=8"])
 FAILED = rollout(Score("error", None, detail="broken"), 4)
 NEVER_BEGUN = rollout(Score("timeout", None, detail="late"), 0, "length", turns=0)
 
 
 def metrics(*groups: tuple[Rollout, ...]) -> dict[str, float]:
-    members = [(index, member) for index, group in enumerate(groups) for member in group]
-    advantages = group_advantages([member.score.value for _, member in members], [index for index, _ in members], "group")
-    found = rollout_metrics([Group(Task("t", ()), group) for group in groups], advantages)
+    found = rollout_metrics([Group(Task("t", ()), group) for group in groups], CONFIG)
     assert set(as_numbers(found)) == set(found), "every metric is declared"
     return found
 
@@ -72,7 +71,12 @@ def test_without_a_score_or_a_word_there_is_no_mean() -> None:
 
 def test_groups_without_a_signal_are_counted() -> None:
     found = metrics((scored(1.0), scored(1.0)), (scored(1.0), scored(0.0)), (scored(1.0), FAILED), (scored(0.0), scored(0.0)))
-    assert (found["groups/zero_variance_fraction"], found["groups/dropped"]) == (0.75, 1)
+    assert (found["groups/zero_variance_fraction"], found["groups/dropped"], found["groups/sampled"]) == (0.75, 1, 4)
+
+
+def test_the_penalty_on_length_is_told_apart_from_the_reward() -> None:
+    found = metrics((scored(1.0, 6), scored(0.0, 2), FAILED))
+    assert (found["reward/mean"], found["reward/overlong_penalty"]) == (0.5, -0.25)
 
 
 def a_batch() -> Batch:
@@ -88,7 +92,12 @@ def test_sums_of_a_step_become_means_over_its_tokens() -> None:
     assert set(as_numbers(found)) == set(found)
     assert found["loss/kl"] == pytest.approx(float(sums["kl_ref"]) / 5)
     assert found["policy/entropy"] == pytest.approx(float(sums["entropy"]) / 5)
-    assert found["policy/clip_fraction"] == pytest.approx((float(sums["clipped_low"]) + float(sums["clipped_high"])) / 5)
+    parts = [float(sums[f"clipped_{bound}"]) / 5 for bound in ("low", "high", "dual")]
+    assert [found[f"policy/clip_{bound}_fraction"] for bound in ("low", "high", "dual")] == pytest.approx(parts)
+    assert found["policy/clip_fraction"] == pytest.approx(sum(parts))
+    assert found["gap/effective_sample_fraction"] == pytest.approx(
+        float(sums["is_weight"]) ** 2 / (5 * float(sums["is_weight_square"]))
+    )
     assert (found["loss/total"], found["policy/ratio_max"]) == (float(sums["loss"]), float(sums["ratio_max"]))
     assert found["gap/logp_p95"] == pytest.approx(0.25)
     assert found["tokens/trained"] == 5.0

@@ -65,6 +65,7 @@ def test_tables_name_each_block_and_its_readers_in_the_order_of_tokens() -> None
     ledger.write(tables, 0)
     expected = {
         "prompt_slot": [[1, 0], [1, 0], [-1, -1], [-1, -1]],
+        "prompt_start": [0, BLOCK, -1, -1],
         "prompt_filled": [BLOCK, 5, -1, -1],
         "own_slot": [1, 1, 0, 2, -1, -1],
         "own_start": [BLOCK + 5, 2 * BLOCK + 5, BLOCK + 5, 0, -1, -1],

@@ -1,0 +1,150 @@
+"""Recognising and opening a model of any format.
+
+Owns which format a path has, and reading a checkpoint of rljax tensor by tensor. Refuses to own the other formats
+(`models/hf.py`, `models/gguf.py`) and to load parameters onto devices.
+"""
+
+import threading
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from rljax.checkpoint import load_files
+from rljax.config import DType
+from rljax.leaves import check_leaves, named_leaves
+from rljax.manifest import MANIFEST, DamagedError, StorageError, check_files, read_manifest
+from rljax.models.arch import Arch
+from rljax.models.decoder import abstract_params
+from rljax.models.gguf import open_gguf
+from rljax.models.hf import open_hf
+from rljax.models.layout import Origin, Outside, Slice, Slot, move, part_of, slices
+from rljax.zarr import StoredArrays
+
+Kind = Literal["hf", "gguf", "orbax"]
+"""A model's format: a Hugging Face folder, a GGUF file, or a checkpoint of rljax."""
+
+ARCH_FILE = "arch.json"
+"""The file that holds a checkpoint's architecture."""
+
+PARAMS = "params"
+"""The folder of its arrays."""
+
+
+def source_kind(source: Path) -> Kind:
+    """Recognise the format of a model.
+
+    Raises:
+        ValueError: It does not exist or is none that can be read.
+    """
+    if not source.exists():
+        raise ValueError(f"{source} does not exist; give a Hugging Face folder, a .gguf file or a checkpoint of rljax")
+    if source.is_file():
+        if source.suffix.lower() != ".gguf":
+            raise ValueError(f"{source} is a file but no .gguf file; give the folder of a Hugging Face model instead")
+        return "gguf"
+    if (source / ARCH_FILE).exists():
+        return "orbax"
+    if (source / "config.json").exists():
+        return "hf"
+    if any((source / name).is_dir() for name in ("arrays", PARAMS)):
+        if not (source / MANIFEST).exists():
+            raise ValueError(
+                f"{source} holds arrays that were never committed ({MANIFEST} is missing); take another checkpoint"
+            )
+        raise ValueError(f"{source} is a step of a run; convert the run's model/ folder, which the end of the run writes")
+    found = sorted(path.name for path in source.glob("*.gguf"))
+    hint = f"; did you mean {source / found[0]}?" if found else ""
+    raise ValueError(f"{source} holds neither {ARCH_FILE} nor config.json, so it is no model that rljax can read{hint}")
+
+
+def open_source(kind: Kind, source: Path) -> Outside:
+    """Open a model of any format and check that it is complete, without reading its weights.
+
+    Raises:
+        ValueError: It is not a complete supported model; names the file, the key or the tensor.
+        StorageError: A file of a checkpoint of rljax is missing or damaged.
+    """
+    return {"hf": open_hf, "gguf": open_gguf, "orbax": _open_checkpoint}[kind](source)
+
+
+def stored_dtype(source: Path) -> DType:
+    """Return the type of a checkpoint's parameters: bfloat16 if all are, else float32, which holds them all."""
+    return "bfloat16" if set(_leaf_types(source).values()) == {"bfloat16"} else "float32"
+
+
+def check_content(source: Path) -> None:
+    """Compare every file of a checkpoint of rljax with its manifest.
+
+    Raises:
+        StorageError: One is missing or damaged.
+    """
+    try:
+        check_files(source, read_manifest(source)["files"])
+    except DamagedError as err:
+        raise _damaged(source, err) from err
+
+
+def read_arch(directory: Path) -> Arch:
+    """Read the architecture of a checkpoint of rljax without loading it.
+
+    Raises:
+        ValueError: There is no checkpoint, or of another format; says how to make one.
+    """
+    path = directory / ARCH_FILE
+    if not path.exists():
+        foreign = (directory / "config.json").exists() or directory.suffix == ".gguf"
+        hint = f"`rljax convert {directory} NEW_FOLDER` makes one of it" if foreign else "`rljax convert` makes one"
+        raise ValueError(f"{directory} is no checkpoint of rljax ({ARCH_FILE} is missing); {hint}")
+    return Arch.from_json(path.read_text(encoding="utf-8"))
+
+
+def parameter_part(slot: Slot) -> str:
+    """Name the part of a parameter: `layers.qkv[3].key`, or `layers.moe.gate_up[3,7].up` of an expert."""
+    index = ",".join(str(number) for number in (slot.layer, slot.expert) if number is not None)
+    return f"{slot.target}{f'[{index}]' if index else ''}" + ("" if slot.part in ("whole", "out", "down") else f".{slot.part}")
+
+
+def _open_checkpoint(source: Path) -> Outside:
+    arch = read_arch(source)
+    files = {name: content for name, content in load_files(source).items() if name != ARCH_FILE}
+    try:
+        leaves = read_manifest(source)["leaves"]
+    except DamagedError as err:
+        raise _damaged(source, err) from err
+    check_leaves(leaves, named_leaves(abstract_params(arch)), f"the model checkpoint {source}", convert=True)
+    home: dict[str, tuple[Slice, Slot]] = {slot.name: (piece, slot) for piece in slices(arch) for slot in piece.slots}
+    origins = {
+        name: Origin(source / PARAMS, parameter_part(slot), slot.shape, leaves[slot.target]["dtype"])
+        for name, (_, slot) in home.items()
+    }
+    arrays = StoredArrays(source / PARAMS)
+    held = threading.local()  # the slice each thread is reading from: its tensors are asked for one after the other
+
+    def rows(name: str, first: int, last: int) -> np.ndarray:
+        piece, slot = home[name]
+        if getattr(held, "place", None) != (piece.target, piece.layer):
+            held.array = held.place = None  # let go of the one before it first
+            held.array, held.place = arrays.read(piece.target, piece.layer), (piece.target, piece.layer)
+        part = part_of(held.array, slot)
+        if slot is piece.slots[-1] and last == slot.shape[0]:
+            held.array = held.place = None  # nothing more will be asked of it
+        scale = slot.shape[0] // part.shape[0]
+        assert (first % scale, last % scale) == (0, 0)
+        part = part[first // scale : last // scale]
+        values = np.empty(part.shape, part.dtype)
+        move(values, part)
+        return values.reshape(last - first, *slot.shape[1:])
+
+    return Outside(arch, origins, rows, files, ())
+
+
+def _leaf_types(source: Path) -> dict[str, str]:
+    try:
+        return {name: leaf["dtype"] for name, leaf in read_manifest(source)["leaves"].items()}
+    except DamagedError as err:
+        raise _damaged(source, err) from err
+
+
+def _damaged(source: Path, error: DamagedError) -> StorageError:
+    return StorageError(f"the model checkpoint {source} is damaged: {error}. Convert or copy it again")

@@ -1,0 +1,94 @@
+"""With windows, sinks, soft caps, experts and layers of several kinds, sampler, learner and meshes still agree."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from rljax.config import MeshConfig
+from rljax.learner.step import Learner
+from rljax.mesh import build_mesh, data_shards
+from rljax.models.arch import Experts, Rope
+from rljax.models.decoder import abstract_params
+from rljax.pytree import Params
+from rljax.sampler.engine import Engine
+from tests.tiny_model import ARCH as PLAIN
+from tests.tiny_model import STOP_IDS, batch_of, config_of, first_state, gradient, published, rollouts_of, run, some_requests
+
+GAP = 2e-5
+"""Two float32 programs that sum in different orders; log-probabilities are of the order 6 (nats)."""
+ATOL = 5e-6
+"""Float32 sums over devices in another order; gradients are of the order 1."""
+
+ARCH = dataclasses.replace(
+    PLAIN, num_layers=4, post_norm=True, norm_offset=True, embed_scale=True, qk_norm="all", qkv_bias=True, out_bias=True,
+    sinks=True, query_scalar=5.0, attention_soft_cap=3.0, final_soft_cap=6.0, valid_vocab=290, window=5,
+    windowed_layers=(0, 2), windowed_rope=Rope(100.0, rotary_fraction=0.5), unrotated_layers=(3,), gate="gelu_tanh",
+    experts=Experts(count=4, per_token=2, ffn_dim=16, normalize=False, router_bias=True, bias=True), dense_layers=(1,),
+)  # fmt: skip
+MESHES = {"one": {"fsdp": 1}, "expert": {"fsdp": 2, "expert": 2, "tensor": 2}}
+
+
+@cache
+def params() -> Params:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(np.float32), abstract_params(ARCH))
+
+
+def mesh_of(name: str) -> Mesh:
+    return build_mesh(MeshConfig(**MESHES[name]), jax.devices()[: 1 if name == "one" else 8])
+
+
+@cache
+def sampled(mesh: str) -> Any:
+    engine = Engine(
+        ARCH, mesh_of(mesh), STOP_IDS, slots=8, max_prompt_length=24, max_completion_length=16,
+        readers=4, decode_chunk_steps=5, dtype="float32",
+    )  # fmt: skip
+    engine.set_weights(published(engine, params()), 0)
+    requests = some_requests(4, 8)
+    return requests, run(engine, requests)
+
+
+@cache
+def step_on(mesh: str) -> Any:
+    devices = mesh_of(mesh)
+    learner = Learner(ARCH, devices, config_of(data_shards(devices), sampler={"temperature": 1.0}))
+    batch = batch_of(learner, rollouts_of(*sampled("one")))
+    state = first_state(learner, params())
+    scores = np.asarray(learner.score(state.params, learner.put(batch)))
+    state, output = learner.step(state, learner.put(batch))
+    return batch, scores, output.metrics["loss"], gradient(state)
+
+
+def test_the_samplers_log_probabilities_are_the_learners() -> None:
+    batch, scores, _, _ = step_on("one")
+    assert batch.mask.sum() > 60
+    assert np.abs((scores - batch.logp_behavior)[batch.mask]).max() < GAP
+
+
+def test_padding_rows_of_the_vocabulary_are_never_drawn() -> None:
+    drawn = np.concatenate([done.tokens for done in sampled("one")[1].values()])
+    assert drawn.max() < 290
+    assert drawn.max() > 250
+
+
+@pytest.mark.parametrize("mesh", ["expert"])
+def test_a_step_on_many_devices_is_the_step_on_one(mesh: str) -> None:
+    (batch, scores, *single), (_, other, *sharded) = step_on("one"), step_on(mesh)
+    np.testing.assert_allclose(other[batch.mask], scores[batch.mask], rtol=0, atol=GAP)
+    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(single[1])) > 0
+    for one, many in zip(jax.tree.leaves(single), jax.tree.leaves(sharded), strict=True):
+        np.testing.assert_allclose(many, one, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("mesh", ["expert"])
+def test_many_devices_sample_the_tokens_of_one(mesh: str) -> None:
+    single, sharded = sampled("one")[1], sampled(mesh)[1]
+    assert set(single) == set(sharded)
+    for ticket, done in single.items():
+        assert sharded[ticket].tokens.tolist() == done.tokens.tolist()
