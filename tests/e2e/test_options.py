@@ -31,7 +31,7 @@ FROM = {  # what a case is compared with, when it needs more than the common opt
     "tight": ("sampler.dtype=bfloat16", "algorithm.rollout_is_threshold=1.001"),
     "rejected": (
         *("sampler.dtype=bfloat16", "algorithm.rollout_rs=token"),
-        *("algorithm.rollout_rs_threshold=1.002", "algorithm.rollout_rs_threshold_lower=0.998"),
+        *("algorithm.rollout_rs_threshold=1.0005", "algorithm.rollout_rs_threshold_lower=0.9995"),
     ),
     "cosine": ("optimizer.schedule=cosine", "optimizer.decay_steps=4"),
 }
