@@ -83,10 +83,8 @@ def attend(
     b, s, k, m, c = query.shape
     # Queries of one key-value head become rows of one product.
     rows = jnp.moveaxis(query, 1, 3).reshape(b, k, m * s, c).astype(key.dtype)
-    scores = jnp.einsum("bknc,bktc->bknt", rows, key, preferred_element_type=jnp.float32) * options.scale
-    if options.soft_cap is not None:
-        scores = soft_cap(scores, options.soft_cap)
-    scores = jnp.where(jnp.tile(mask, (1, m, 1))[:, None], scores, _MASKED)
+    products = jnp.einsum("bknc,bktc->bknt", rows, key, preferred_element_type=jnp.float32)
+    scores = _scores(products, jnp.tile(mask, (1, m, 1))[:, None], options)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:
@@ -113,11 +111,8 @@ def attend_part(
     """
     n, k, *g, m, c = query.shape
     rows = query.reshape(n, k, -1, c).astype(key.dtype)
-    scores = jnp.einsum("nkrc,nkct->nkrt", rows, key, preferred_element_type=jnp.float32) * options.scale
-    if options.soft_cap is not None:
-        scores = soft_cap(scores, options.soft_cap)
-    seen = jnp.repeat(visible, m, axis=1)[:, None]
-    scores = jnp.where(seen, scores, _MASKED)
+    products = jnp.einsum("nkrc,nkct->nkrt", rows, key, preferred_element_type=jnp.float32)
+    scores = _scores(products, jnp.repeat(visible, m, axis=1)[:, None], options)
     top = jnp.max(scores, axis=-1)
     weights = jnp.exp(scores - top[..., None])
     out = jnp.einsum("nkrt,nktc->nkrc", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
@@ -150,6 +145,16 @@ def join_parts(
 def soft_cap(x: Float[Array, "*b"], cap: float) -> Float[Array, "*b"]:
     """Return cap * tanh(x / cap) (arXiv:2408.00118 section 2)."""
     return cap * jnp.tanh(x / cap)
+
+
+def _scores(
+    products: Float[Array, "b k n t"], seen: Bool[Array, "b 1 n t"], options: AttentionOptions
+) -> Float[Array, "b k n t"]:
+    """Return the scores of the products of queries and keys; the lowest where a key is not seen."""
+    scores = products * options.scale
+    if options.soft_cap is not None:
+        scores = soft_cap(scores, options.soft_cap)
+    return jnp.where(seen, scores, _MASKED)
 
 
 def _softmax_with_sink(scores: Float[Array, "b k n t"], sink: Float[Array, "1 k n 1"]) -> Float[Array, "b k n t"]:

@@ -265,10 +265,6 @@ def _scan_run(
     return hidden, _interleaved(seen), _interleaved(routings) if routings else None
 
 
-def _take(leaf: Any, index: int) -> Any:
-    return leaf[index]
-
-
 # Parameters of a stack lie along its layers: all of them, or those with an MLP, or those with experts.
 _GROUPS = {"gate_up": "dense", "down": "dense", "moe": "experts"}
 
@@ -293,13 +289,11 @@ def _periods(arch: Arch, run: Run, leaf: Any, group: str) -> Any:
     return part if run.period == 1 else part.reshape(run.repeats, (stop - start) // run.repeats, *leaf.shape[1:])
 
 
-def _layer(
-    weights: Mapping[str, Any], kinds: Sequence[LayerKind], layer: int, pick: Callable[[Any, int], Any] = _take
-) -> Params:
+def _layer(weights: Mapping[str, Any], kinds: Sequence[LayerKind], layer: int) -> Params:
     """Return one layer's part of a stack's parameters."""
     absent = "dense" if kinds[layer].experts else "experts"
     present = {name: part for name, part in weights.items() if _GROUPS.get(name) != absent}
-    return _of_groups(present, lambda leaf, group: pick(leaf, _index(kinds, layer, group)))
+    return _of_groups(present, lambda leaf, group: leaf[_index(kinds, layer, group)])
 
 
 def _interleaved(parts: Sequence[Any]) -> Any:

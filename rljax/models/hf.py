@@ -163,16 +163,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is not JSON, not an object, or names a key twice.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) != len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is listed twice")
-        return entries
-
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=shards.unique_keys)
     except ValueError as err:
         raise ValueError(f"{path}: not valid JSON ({err}); download it again") from err
     if not isinstance(value, dict):

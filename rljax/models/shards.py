@@ -61,7 +61,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))[0]
             if length > min(_HEADER_LIMIT, size - 8):
                 raise ValueError(f"{size} bytes are too few for its header")
-            header = json.loads(file.read(length), object_pairs_hook=_unique)
+            header = json.loads(file.read(length), object_pairs_hook=unique_keys)
         entries = {name: _entry(path, name, facts, 8 + length) for name, facts in header.items() if name != "__metadata__"}
         end = 8 + length
         for name, (entry, stop) in sorted(entries.items(), key=lambda item: (item[1][0].offset, item[1][1])):
@@ -141,7 +141,8 @@ def write_rows(entry: Entry, first: int, values: np.ndarray) -> None:
         os.close(descriptor)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object from its pairs; raise ValueError where a key is named twice."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
         keys = [key for key, _ in pairs]

@@ -131,7 +131,8 @@ def _attend(
 ) -> tuple[Float[Array, "b 1 k m c"], LayerCache]:
     """Write the fresh keys and values into the slots' own blocks and attend, on one data shard."""
     now, visible = query[:, 0], plan.visible[str(options.window)]
-    own = _write(cache.own, fresh, plan)
+    # A slot that has no block for its token stores nothing.
+    own = _store(cache.own, plan.block, fresh.key[:, :, 0], fresh.value[:, :, 0], plan.offset)
     parts: list[Part] = []
     for arena, blocks in _used(own, len(plan.own_slot)):
         parts.append(attend_part(now[plan.own_slot[blocks]], arena.key, arena.value, visible.own[blocks], options))
@@ -157,22 +158,6 @@ def _used(arenas: tuple[Blocks, ...], blocks: int) -> list[tuple[Blocks, slice]]
     return used
 
 
-def _write(arenas: tuple[Blocks, ...], fresh: KeyValue, plan: _Plan) -> tuple[Blocks, ...]:
-    """Store one token per slot; a slot that has no block for it stores nothing."""
-    written, first = [], 0
-    for arena in arenas:
-        size = len(arena.key)
-        at = _within(plan.block, first, size)
-        written.append(
-            Blocks(
-                arena.key.at[at, :, :, plan.offset].set(fresh.key[:, :, 0].astype(arena.key.dtype), mode="drop"),
-                arena.value.at[at, :, plan.offset].set(fresh.value[:, :, 0].astype(arena.value.dtype), mode="drop"),
-            )
-        )
-        first += size
-    return tuple(written)
-
-
 def store_prompts(arenas: tuple[Blocks, ...], prompts: KeyValue, blocks: Int[Array, "a i"]) -> tuple[Blocks, ...]:
     """Store whole prompts, given as rows, in the blocks named for them; -1 drops a part. On one data shard."""
     key, value = prompts.key, prompts.value
@@ -181,15 +166,21 @@ def store_prompts(arenas: tuple[Blocks, ...], prompts: KeyValue, blocks: Int[Arr
     key, value = (jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))).reshape(a, k, -1, BLOCK, c) for x in (key, value))
     keys = key.transpose(0, 2, 1, 4, 3).reshape(-1, k, c, BLOCK)
     values = value.transpose(0, 2, 1, 3, 4).reshape(-1, k, BLOCK, c)
-    stored, first, places = [], 0, blocks.reshape(-1)
+    return _store(arenas, blocks.reshape(-1), keys, values)
+
+
+def _store(
+    arenas: tuple[Blocks, ...], block: Int[Array, " n"], key: Array, value: Array, offset: Int[Array, " n"] | None = None
+) -> tuple[Blocks, ...]:
+    """Store keys and values in the blocks named for them, whole blocks or, with offsets, one position each; -1 drops one."""
+    stored, first = [], 0
     for arena in arenas:
-        at = _within(places, first, len(arena.key))
-        stored.append(
-            Blocks(
-                arena.key.at[at].set(keys.astype(arena.key.dtype), mode="drop"),
-                arena.value.at[at].set(values.astype(arena.value.dtype), mode="drop"),
-            )
-        )
+        at = _within(block, first, len(arena.key))
+        keys, values = arena.key.at[at], arena.value.at[at]
+        if offset is not None:
+            keys, values = arena.key.at[at, :, :, offset], arena.value.at[at, :, offset]
+        both = ((keys, key, arena.key.dtype), (values, value, arena.value.dtype))
+        stored.append(Blocks(*(place.set(new.astype(dtype), mode="drop") for place, new, dtype in both)))
         first += len(arena.key)
     return tuple(stored)
 

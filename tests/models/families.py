@@ -8,6 +8,8 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
+from tests.models.oracle import LLAMA3_ROPE
+
 VOCAB = 97
 
 SIZES: dict[str, Any] = {
@@ -25,14 +27,6 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {
     "rope_type": "longrope",
@@ -58,7 +52,7 @@ def case(name: str, model: str = "", **changes: Any) -> Case:
 
 
 CASES: dict[str, Case] = {
-    "llama": case("Llama", rope_parameters=LLAMA3),
+    "llama": case("Llama", rope_parameters=LLAMA3_ROPE),
     "llama-biased-tied": case("Llama", attention_bias=True, tie_word_embeddings=True),
     "smollm3": case("SmolLM3", num_hidden_layers=5, no_rope_layer_interval=2),
     "smollm3-windowed": case("SmolLM3", num_hidden_layers=5, no_rope_layer_interval=2, **SWITCHED),
