@@ -9,14 +9,12 @@ record of which options a run really reads. Refuses to own options and the rules
 """
 
 import difflib
-import json
 import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date, time
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -26,8 +24,7 @@ from pydantic.fields import FieldInfo
 
 from rljax.config import CHECKING_RULES, Config, Section
 from rljax.presets import default_source
-
-Key = tuple[str, ...]
+from rljax.toml_text import Key, dotted, key_lines, parse_key, syntax_problem, to_toml
 
 _COMMENT_COLUMN_LIMIT = 56
 """Widest assignment that moves the column of the source comments; longer ones stick out."""
@@ -83,7 +80,7 @@ def load_with_sources(path: Path | str | None = None, overrides: Sequence[str] =
         raise ConfigError(problems)
     rows = [key for option in _OPTIONS.values() for key, _ in _rows(config, option)]
     preset = vars(config.algorithm)["preset"]  # not by attribute, which would count as a read
-    return config, {_dotted(key): settings[key].source if key in settings else default_source(preset, *key[:2]) for key in rows}
+    return config, {dotted(key): settings[key].source if key in settings else default_source(preset, *key[:2]) for key in rows}
 
 
 def render(config: Config, sources: Mapping[str, str] | None = None) -> str:
@@ -96,7 +93,7 @@ def render(config: Config, sources: Mapping[str, str] | None = None) -> str:
     lines: list[str] = []
     for section in Config.model_fields:
         rows = [
-            (f"{_dotted(key[1:])} = {_toml(value)}", _dotted(key))
+            (f"{dotted(key[1:])} = {to_toml(value)}", dotted(key))
             for option in _OPTIONS.values()
             if option.section == section
             for key, value in _rows(config, option)
@@ -114,7 +111,7 @@ def describe() -> str:
     for section, field in Config.model_fields.items():
         lines += [f"## [{section}]", "", (field.annotation.__doc__ or "").strip() if field.annotation else "", ""]
         lines += [
-            f"- `{option.name}` ({option.expects}; default `{_toml(option.default)}`): {option.meaning}"
+            f"- `{option.name}` ({option.expects}; default `{to_toml(option.default)}`): {option.meaning}"
             for option in _OPTIONS.values()
             if option.section == section
         ]
@@ -146,7 +143,7 @@ def record_reads() -> Iterator[set[str]]:
 def unread(config: Config, reads: set[str]) -> list[str]:
     """List the options of a configuration that are missing from a record of reads, in the order of declaration."""
     sections = type(config).model_fields
-    return [_dotted(key) for key in _OPTIONS if key[0] in sections and _dotted(key) not in reads]
+    return [dotted(key) for key in _OPTIONS if key[0] in sections and dotted(key) not in reads]
 
 
 _RECORDERS: list[set[str]] = []
@@ -197,7 +194,15 @@ class _Option:
         return (self.section, self.name)
 
 
-_KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a path", dict: "a table"}
+_KIND_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    Path: "a path",
+    dict: "a table",
+    tuple: "a list of strings",
+}
 
 
 def _option_of(section: str, name: str, field: FieldInfo) -> _Option:
@@ -226,9 +231,9 @@ def _apply_file(path: Path, settings: dict[Key, _Setting], problems: list[str]) 
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError([_syntax_problem(path, text, str(error))]) from error
+        raise ConfigError([syntax_problem(path, text, str(error))]) from error
     lines: dict[Key, int] = {}
-    for key, line in _key_lines(text):
+    for key, line in key_lines(text):
         lines.setdefault(key, line)
     for key, value in _leaves((), tree):
         # Keys inside a value (inline tables, arrays of tables) have no line of their own: their parent's line counts.
@@ -237,7 +242,7 @@ def _apply_file(path: Path, settings: dict[Key, _Setting], problems: list[str]) 
         if key[0] in Config.model_fields and not key[1:] and value == {}:
             continue  # a section without options
         if problem := _key_problem(key):
-            problems.append(f"{setting.place}: {_dotted(key)}: {problem}")
+            problems.append(f"{setting.place}: {dotted(key)}: {problem}")
         else:
             settings[key] = setting
 
@@ -245,18 +250,18 @@ def _apply_file(path: Path, settings: dict[Key, _Setting], problems: list[str]) 
 def _apply_override(override: str, settings: dict[Key, _Setting], problems: list[str]) -> None:
     """Add the setting of one `section.option=value`; note what is wrong with it as a problem."""
     name, equals, text = override.partition("=")
-    key = _parse_key(name.strip())
+    key = parse_key(name.strip())
     if not equals or key is None:
         problems.append(f"command line: {override!r} is not of the form section.option=value")
         return
     if re.search("[\ud800-\udfff]", override):  # how Python passes bytes that are not UTF-8
-        problems.append(f"command line: {_dotted(key)}: the value is not valid UTF-8")
+        problems.append(f"command line: {dotted(key)}: the value is not valid UTF-8")
         return
     option = _OPTIONS.get(key[:2])
     value, problem = _override_value(option, text.strip())
     problem = _key_problem(key) or problem
     if problem:
-        problems.append(f"command line: {_dotted(key)}: {problem}")
+        problems.append(f"command line: {dotted(key)}: {problem}")
         return
     for other in list(settings):
         if other[: len(key)] == key or key[: len(other)] == other:
@@ -305,9 +310,11 @@ def _place_value(
         try:
             section[option.name] = _resolve(value, setting.file.parent if setting.file else Path())
         except ValueError as error:
-            problems.append(f"{setting.place}: {_dotted(option.key)}: {error}")
+            problems.append(f"{setting.place}: {dotted(option.key)}: {error}")
     elif option.kind is int and isinstance(value, float) and value.is_integer():
         section[option.name] = int(value)  # 1e3 is how people write 1000
+    elif option.kind is tuple and isinstance(value, list):
+        section[option.name] = tuple(value)
     else:
         section[option.name] = value
 
@@ -320,13 +327,13 @@ def _set_deep(tree: dict[str, Any], key: Key, value: Any) -> None:
 
 def _resolve(text: str, folder: Path) -> Path:
     if not text or "\0" in text:
-        raise ValueError(f"expects a path, got {_toml(text)}")
+        raise ValueError(f"expects a path, got {to_toml(text)}")
     if "://" in text:
-        raise ValueError(f"{_toml(text)} is a remote address, but only paths of mounted file systems can be used")
+        raise ValueError(f"{to_toml(text)} is a remote address, but only paths of mounted file systems can be used")
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"cannot expand the home directory in {_toml(text)}: {error}") from error
+        raise ValueError(f"cannot expand the home directory in {to_toml(text)}: {error}") from error
     return Path(os.path.abspath(folder / path))
 
 
@@ -348,76 +355,6 @@ def _read(path: Path) -> str:
         raise ConfigError([f"{path}:{line}: the byte 0x{byte:02x} is not valid UTF-8; save the recipe as UTF-8"]) from error
 
 
-_NAME = r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')"""
-_KEY = re.compile(rf"{_NAME}(?:[ \t]*\.[ \t]*{_NAME})*")
-_STATEMENT = re.compile(  # possessive, since a run of comments could be split in exponentially many ways
-    rf"(?:\s|#[^\n]*+)*+(?:\[\[?[ \t]*(?P<table>{_KEY.pattern})[ \t]*\]|(?P<key>{_KEY.pattern}))"
-)
-_PIECE = re.compile(
-    r'''"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?'{3,5}'''  # strings over several lines; up to two quotes may precede the end
-    r"""|"(?:\\.|[^"\\\n])*"|'[^'\n]*\'|\#[^\n]*|.""",
-    re.DOTALL,
-)
-
-
-def _key_lines(text: str) -> Iterator[tuple[Key, int]]:
-    """Yield the full key and the line of every table header and assignment, since tomllib keeps no lines.
-
-    Stops without an error where the text is not TOML: reporting that is the parser's part.
-    """
-    table: Key = ()
-    position = 0
-    while statement := _STATEMENT.match(text, position):
-        kind = statement.lastgroup or ""
-        key = _parse_key(statement[kind])
-        if key is None:
-            return
-        table = key if kind == "table" else table
-        yield (key if kind == "table" else table + key), text.count("\n", 0, statement.start(kind)) + 1
-        position = statement.end(kind)
-        depth = 0
-        while piece := _PIECE.match(text, position):
-            position = piece.end()
-            depth += (piece[0] in ("[", "{")) - (piece[0] in ("]", "}"))
-            if piece[0] == "\n" and depth <= 0:  # below 0 after the bracket that closes a header
-                break
-
-
-def _parse_key(text: str) -> Key | None:
-    """Split a dotted TOML key, such as `env.options."a b"`; None when it is none."""
-    if not _KEY.fullmatch(text):
-        return None
-    try:
-        tree: Any = tomllib.loads(f"{text} = 0")
-    except tomllib.TOMLDecodeError:
-        return None
-    parts: list[str] = []
-    while isinstance(tree, dict):
-        part, tree = next(iter(tree.items()))
-        parts.append(part)
-    return tuple(parts)
-
-
-def _syntax_problem(path: Path, text: str, message: str) -> str:
-    what, _, where = message.rstrip(")").rpartition(" (at ")
-    found = re.fullmatch(r"line (\d+), column (\d+)", where)
-    seen: dict[Key, int] = {}
-    hint = ""
-    last = int(found[1]) if found else text.count("\n") + 1
-    for key, line in _key_lines(text):
-        if line > last:
-            break
-        if key in seen and what.startswith("Cannot"):
-            hint = f"; {_dotted(key)} is set twice, first on line {seen[key]}"
-        seen.setdefault(key, line)
-    if found:
-        return f"{path}:{found[1]}:{found[2]}: {what}{hint}"
-    if seen and not hint:
-        key, line = list(seen.items())[-1]
-        hint = f"; the last key is {_dotted(key)} on line {line}"
-    return f"{path}:{last}: {what}, at the end of the file{hint}"
-
-
 def _leaves(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
     """Yield what is assigned: every value that is not a table, and empty tables.
 
@@ -434,9 +371,7 @@ def _leaves(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
 def _key_problem(key: Key) -> str | None:
     """Say why a key cannot be set, or None."""
     if option := _OPTIONS.get(key[:2]):
-        return (
-            f"{_dotted(option.key)} is no section; it takes {option.expects}" if key[2:] and option.kind is not dict else None
-        )
+        return f"{dotted(option.key)} is no section; it takes {option.expects}" if key[2:] and option.kind is not dict else None
     if len(key) == 1 and key[0] in Config.model_fields:
         return f"is a section; set its options one by one, such as {key[0]}.{_SECTION_NAMES[key[0]][0]}"
     return _unknown_problem(key)
@@ -482,12 +417,12 @@ def _validation_problems(error: ValidationError, settings: Mapping[Key, _Setting
             place = settings[key].place if key in settings else "default"
             value = settings[key].value if key in settings else option.default
             hint = _did_you_mean(str(value), option.choices)
-            yield f"{place}: {_dotted(key)}: expects {option.expects}, got {_toml(value)}{hint}"
+            yield f"{place}: {dotted(key)}: expects {option.expects}, got {to_toml(value)}{hint}"
 
 
 def _rule_place(rule: str, settings: Mapping[Key, _Setting]) -> str:
     """Name the places where the options of a broken rule were set."""
-    named = [key for key in settings if re.search(rf"\b{re.escape(_dotted(key))}\b", rule)]
+    named = [key for key in settings if re.search(rf"\b{re.escape(dotted(key))}\b", rule)]
     return ", ".join(sorted({settings[key].place for key in named}, key=lambda place: (len(place), place))) or "default"
 
 
@@ -501,26 +436,6 @@ def _rows(config: Config, option: _Option) -> Iterator[tuple[Key, Any]]:
     yield from _leaves(option.key, vars(section)[option.name])  # not by attribute, which would count as a read
 
 
-def _dotted(key: Key) -> str:
-    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else _toml(part) for part in key)
-
-
-def _toml(value: Any) -> str:
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (date, time)):
-        return value.isoformat()
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_dotted((str(name),))} = {_toml(inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml(inner) for inner in value) + "]"
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 _OPTIONS: dict[Key, _Option] = {
     (section, name): _option_of(section, name, option)
     for section, field in Config.model_fields.items()
@@ -531,7 +446,7 @@ _SECTION_NAMES: dict[str, list[str]] = {
     section: [option.name for option in _OPTIONS.values() if option.section == section] for section in Config.model_fields
 }
 _READ_NAMES: dict[tuple[Any, str], str] = {
-    (Config.model_fields[section].annotation, name): _dotted((section, name)) for section, name in _OPTIONS
+    (Config.model_fields[section].annotation, name): dotted((section, name)) for section, name in _OPTIONS
 }
 _OTHER_NAMES = {  # what other systems call these options
     "lr": "optimizer.learning_rate",

@@ -470,6 +470,8 @@ def _another_value(key: str, option: "recipe._Option") -> str:
         return str(2 * max(option.default, 1))
     if option.kind is float:
         return str(option.default / 2 if option.default else 0.5)
+    if option.kind is tuple:
+        return '["another", "and one more"]'
     return '"/somewhere/else"'
 
 
