@@ -83,6 +83,12 @@ def lock_directory(directory: Path) -> int:
     return descriptor
 
 
+def sync_file(path: Path) -> None:
+    """Make what has been written to a file durable."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -182,15 +188,31 @@ def check_files(folder: Path, facts: Mapping[str, Mapping[str, Any]], *, share: 
     def examine(name: str) -> None:
         try:
             with open(folder / name, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != facts[name]["size"]:
-                    raise DamagedError(f"{name} is {size} bytes long instead of {facts[name]['size']}")
+                _compare_size(name, os.fstat(file.fileno()).st_size, facts[name])
                 if hashlib.file_digest(file, "sha256").hexdigest() != facts[name]["sha256"]:
                     raise DamagedError(f"{name} has other content than was saved (SHA-256 differs)")
         except OSError as error:
             raise DamagedError(f"{name} cannot be read ({error.strerror})") from error
 
     _each(examine, sorted(facts)[share::shares])
+
+
+def check_sizes(folder: Path, facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compare the sizes of files alone, where their content is compared later.
+
+    Raises:
+        DamagedError: A file is missing or its size differs.
+    """
+    for name in sorted(facts):
+        try:
+            _compare_size(name, (folder / name).stat().st_size, facts[name])
+        except OSError as error:
+            raise DamagedError(f"{name} cannot be read ({error.strerror})") from error
+
+
+def _compare_size(name: str, size: int, facts: Mapping[str, Any]) -> None:
+    if size != facts["size"]:
+        raise DamagedError(f"{name} is {size} bytes long instead of {facts['size']}")
 
 
 def _each(work: Callable[[str], T], names: list[str]) -> list[T]:

@@ -1,5 +1,6 @@
 """Arrays written slice by slice are restored by Orbax, and a part of one is read without the rest."""
 
+import json
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import tensorstore
 
 from rljax import zarr
+from rljax.manifest import DamagedError
 from rljax.zarr import ArraySpec, StoredArrays, create_arrays, write_slice
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +43,46 @@ def test_chunks_are_in_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {name: fact["size"] for name, fact in facts.items()} == {
         name: (tmp_path / "a" / name).stat().st_size for name in facts
     }
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_changed_file_is_noticed_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stacked: bool) -> None:
+    monkeypatch.setattr(zarr, "_CHUNK_BYTES", 64)
+    values = np.random.default_rng(0).normal(size=(4, 12, 6)).astype("float32")
+    facts = write(tmp_path / "a", ArraySpec(values.shape, "float32", stacked, (1,)), values)
+    path = "w/2.0.0" if stacked else "w/0.0.0"
+    reader = StoredArrays(tmp_path / "a", facts)
+    assert reader.proves(path)
+    assert not reader.proves("w/zarr.json")
+    assert not StoredArrays(tmp_path / "a").proves(path)
+    layer = 2 if stacked else None
+    whole = (tmp_path / "a" / path).read_bytes()
+    for damaged, told in (
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "other content"),
+        (whole[:-1], "too short"),
+        (whole[1:], "places of its chunks"),
+    ):
+        (tmp_path / "a" / path).write_bytes(damaged)
+        with pytest.raises(DamagedError, match=told):
+            reader.read("w", layer)
+    (tmp_path / "a" / path).unlink()
+    with pytest.raises(DamagedError, match="No such file"):
+        reader.read("w", layer)
+    (tmp_path / "a" / path).write_bytes(whole)
+    assert reader.read("w", layer).tobytes() == (values[2] if stacked else values).tobytes()
+
+
+def test_what_orbax_laid_out_otherwise_is_read_too(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(4, 12, 6)).astype("float32")
+    spec = ArraySpec(values.shape, "float32", True, ())
+    facts = write(tmp_path / "a", spec, values)
+    description = tmp_path / "a" / "w" / "zarr.json"
+    described = json.loads(description.read_text())
+    described["attributes"] = {}  # not what `create_arrays` writes
+    description.write_text(json.dumps(described))
+    reader = StoredArrays(tmp_path / "a", facts)
+    assert not reader.proves("w/0.0.0")
+    assert reader.read("w", 1).tobytes() == values[1].tobytes()
 
 
 def test_small_slices_and_odd_dims_are_not_cut() -> None:

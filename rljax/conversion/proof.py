@@ -17,12 +17,11 @@ import numpy as np
 
 from rljax.checkpoint import load_params
 from rljax.conversion.sources import Kind, open_source
-from rljax.conversion.write import layer_bytes
 from rljax.data.tokenizer import Tokenizer
 from rljax.manifest import StorageError
 from rljax.models import decoder
 from rljax.models.arch import Arch
-from rljax.models.layout import Outside, Slice, cast, fill, slices, tiles
+from rljax.models.layout import Outside, Slice, cast, fill, layer_bytes, slices, tiles
 from rljax.parallel import in_parallel
 from rljax.pytree import Params
 

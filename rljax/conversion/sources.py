@@ -5,15 +5,16 @@ Owns which format a path has, and reading a checkpoint of rljax tensor by tensor
 """
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from rljax.checkpoint import load_files
 from rljax.config import DType
 from rljax.leaves import check_leaves, named_leaves
-from rljax.manifest import MANIFEST, DamagedError, StorageError, check_files, read_manifest
+from rljax.manifest import MANIFEST, DamagedError, StorageError, check_files, check_sizes, read_manifest
 from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params
 from rljax.models.gguf import open_gguf
@@ -74,15 +75,27 @@ def stored_dtype(source: Path) -> DType:
 
 
 def check_content(source: Path) -> None:
-    """Compare every file of a checkpoint of rljax with its manifest.
+    """Compare the files of a checkpoint of rljax with its manifest, but for those that are compared when they are read.
 
     Raises:
         StorageError: One is missing or damaged.
     """
     try:
-        check_files(source, read_manifest(source)["files"])
+        files = read_manifest(source)["files"]
+        arrays = _arrays(source, files)
+        inside = f"{PARAMS}/"
+        late = {name for name in files if name.startswith(inside) and arrays.proves(name.removeprefix(inside))}
+        check_files(source, {name: facts for name, facts in files.items() if name not in late})
+        check_sizes(source, {name: files[name] for name in late})
     except DamagedError as err:
         raise _damaged(source, err) from err
+
+
+def _arrays(source: Path, files: Mapping[str, Mapping[str, Any]]) -> StoredArrays:
+    inside = f"{PARAMS}/"
+    return StoredArrays(
+        source / PARAMS, {name.removeprefix(inside): facts for name, facts in files.items() if name.startswith(inside)}
+    )
 
 
 def read_arch(directory: Path) -> Arch:
@@ -109,23 +122,27 @@ def _open_checkpoint(source: Path) -> Outside:
     arch = read_arch(source)
     files = {name: content for name, content in load_files(source).items() if name != ARCH_FILE}
     try:
-        leaves = read_manifest(source)["leaves"]
+        manifest = read_manifest(source)
     except DamagedError as err:
         raise _damaged(source, err) from err
+    leaves = manifest["leaves"]
     check_leaves(leaves, named_leaves(abstract_params(arch)), f"the model checkpoint {source}", convert=True)
     home: dict[str, tuple[Slice, Slot]] = {slot.name: (piece, slot) for piece in slices(arch) for slot in piece.slots}
     origins = {
         name: Origin(source / PARAMS, parameter_part(slot), slot.shape, leaves[slot.target]["dtype"])
         for name, (_, slot) in home.items()
     }
-    arrays = StoredArrays(source / PARAMS)
+    arrays = _arrays(source, manifest["files"])
     held = threading.local()  # the slice each thread is reading from: its tensors are asked for one after the other
 
     def rows(name: str, first: int, last: int) -> np.ndarray:
         piece, slot = home[name]
         if getattr(held, "place", None) != (piece.target, piece.layer):
             held.array = held.place = None  # let go of the one before it first
-            held.array, held.place = arrays.read(piece.target, piece.layer), (piece.target, piece.layer)
+            try:
+                held.array, held.place = arrays.read(piece.target, piece.layer), (piece.target, piece.layer)
+            except DamagedError as err:
+                raise _damaged(source, err) from err
         part = part_of(held.array, slot)
         if slot is piece.slots[-1] and last == slot.shape[0]:
             held.array = held.place = None  # nothing more will be asked of it

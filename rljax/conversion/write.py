@@ -15,12 +15,12 @@ import numpy as np
 
 from rljax.conversion.sources import ARCH_FILE, PARAMS
 from rljax.leaves import describe, named_leaves
-from rljax.manifest import seal, storage_errors, sync_folder
+from rljax.manifest import seal, storage_errors, sync_file, sync_folder
 from rljax.mesh import LEARNER_RULES
 from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params, logical_axes
 from rljax.models.hf import write_hf
-from rljax.models.layout import Outside, Slice, fill_slice, slices
+from rljax.models.layout import Outside, Slice, fill_slice, layer_bytes, slices
 from rljax.parallel import in_parallel
 from rljax.zarr import ArraySpec, create_arrays, write_slice
 
@@ -36,13 +36,6 @@ def write_model(folder: Path, to: str, model: Outside, dtype: str, shard_size: i
     """
     with storage_errors(f"{folder} could not be written"):
         return _write_checkpoint(folder, model, dtype) if to == "orbax" else _export(folder, model, dtype, shard_size)
-
-
-def layer_bytes(arch: Arch, dtype: np.dtype) -> int:
-    """Return the size of one layer or of the largest single slice, whichever is larger (bytes): what may be held at once."""
-    pieces = slices(arch)
-    layer = sum(piece.size for piece in pieces if piece.layer == 0)
-    return max(layer, *(piece.size for piece in pieces)) * dtype.itemsize
 
 
 def array_specs(arch: Arch, dtype: str) -> dict[str, ArraySpec]:
@@ -87,8 +80,7 @@ def _export(folder: Path, model: Outside, dtype: str, shard_size: int) -> list[s
     folder.mkdir()
     notices = write_hf(folder, model, dtype, shard_size)
     for path in (path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(path)
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync_folder(inner)
     return notices

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rljax.manifest import sync_file
 from rljax.models import shards
 from rljax.models.fp8 import split_scales
 from rljax.models.hf_config import TOKEN_IDS, arch_from_config, config_from_arch
@@ -27,6 +28,7 @@ from rljax.models.layout import (
     Slice,
     all_finite,
     cast,
+    layer_bytes,
     mismatches,
     not_finite,
     refuse,
@@ -129,9 +131,9 @@ def write_hf(directory: Path, model: Outside, dtype: str, shard_size: int) -> li
     def write(piece: Slice) -> list[str]:
         return _write_slice(piece, model, places, np.dtype(dtype))
 
-    pieces = slices(model.arch)
-    # A source that is a checkpoint of rljax holds the slice, and its reader a copy for a moment.
-    notices = in_parallel(write, pieces, lambda piece: piece.size, max(piece.size for piece in pieces))
+    # A source that is a checkpoint of rljax holds the slice.
+    limit = layer_bytes(model.arch, np.dtype(dtype))
+    notices = in_parallel(write, slices(model.arch), lambda piece: piece.size * item, limit)
     if len(parts) > 1:
         weight_map = {name: entry.file.name for name, entry in places.items()}
         _write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -154,6 +156,8 @@ def _write_slice(piece: Slice, model: Outside, places: Mapping[str, shards.Entry
             finite = finite and all_finite(values)
             shards.write_rows(places[slot.tensor], slot.offset + first, values)
         notices += [] if finite else [not_finite(model.origins[slot.name])]
+    for file in {places[slot.tensor].file for slot in piece.slots}:
+        sync_file(file)  # while other slices are being read, rather than all at the end
     return notices
 
 

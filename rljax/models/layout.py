@@ -302,6 +302,13 @@ def slices(arch: Arch) -> list[Slice]:
     return [Slice(target, layer, shape(target, layer), tuple(found)) for (target, layer), found in members.items()]
 
 
+def layer_bytes(arch: Arch, dtype: np.dtype) -> int:
+    """Return the size of one layer or of the largest single slice, whichever is larger (bytes): what may be held at once."""
+    pieces = slices(arch)
+    layer = sum(piece.size for piece in pieces if piece.layer == 0)
+    return max(layer, *(piece.size for piece in pieces)) * dtype.itemsize
+
+
 def tiles(array: np.ndarray, slot: Slot) -> Iterator[tuple[int, int, np.ndarray]]:
     """Divide a slot into a few rows at a time.
 

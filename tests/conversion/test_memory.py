@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rljax.conversion.write import layer_bytes
 from rljax.models.arch import Experts
+from rljax.models.layout import layer_bytes
 from tools.bench.convert import CHILD, synthetic_arch, write_source
 
 ROOT = Path(__file__).resolve().parents[2]

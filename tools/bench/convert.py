@@ -23,12 +23,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rljax.conversion.write import layer_bytes
 from rljax.models import shards
 from rljax.models.arch import Arch, Rope
 from rljax.models.decoder import count
 from rljax.models.hf_config import config_from_arch
-from rljax.models.layout import slots, tensor_shapes
+from rljax.models.layout import layer_bytes, slots, tensor_shapes
 from tools.make_tiny_checkpoint import VOCAB_SIZE, tokenizer_files
 
 ROOT = Path(__file__).resolve().parents[2]
