@@ -21,7 +21,7 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.manifest import StorageError
 from rljax.models import decoder
 from rljax.models.arch import Arch
-from rljax.models.layout import Outside, Slice, cast, fill, layer_bytes, slices, tiles
+from rljax.models.layout import Outside, Slice, cast, fill, memory_limit, slices, tiles
 from rljax.parallel import in_parallel
 from rljax.pytree import Params
 
@@ -84,7 +84,7 @@ def compare_bits(source: Outside, target: Outside, dtype: np.dtype) -> None:
                     raise StorageError(f"{slot.name} reads back with other values; check the storage and convert again")
 
     # Twice the slice: it may be held on both sides.
-    in_parallel(compare, slices(source.arch), lambda piece: piece.size * dtype.itemsize * 2, layer_bytes(source.arch, dtype))
+    in_parallel(compare, slices(source.arch), lambda piece: piece.size * dtype.itemsize * 2, memory_limit(source.arch, dtype))
 
 
 def compare_logits(kind: Kind, source: Path, to: Kind, target: Path, dtype: str) -> LogitComparison:

@@ -20,7 +20,7 @@ from rljax.mesh import LEARNER_RULES
 from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params, logical_axes
 from rljax.models.hf import write_hf
-from rljax.models.layout import Outside, Slice, fill_slice, layer_bytes, slices
+from rljax.models.layout import Outside, Slice, fill_slice, memory_limit, slices
 from rljax.parallel import in_parallel
 from rljax.zarr import ArraySpec, create_arrays, write_slice
 
@@ -69,7 +69,7 @@ def _write_checkpoint(folder: Path, model: Outside, dtype: str) -> list[str]:
         notices = fill_slice(values, piece.slots, model)
         return *write_slice(folder / PARAMS, piece.target, specs[piece.target], piece.layer, values), notices
 
-    done = in_parallel(write, slices(model.arch), lambda piece: piece.size * kind.itemsize, layer_bytes(model.arch, kind))
+    done = in_parallel(write, slices(model.arch), lambda piece: piece.size * kind.itemsize, memory_limit(model.arch, kind))
     _write_files(folder, {ARCH_FILE: model.arch.to_json().encode(), **model.files})
     leaves = describe(named_leaves(abstract_params(model.arch, kind)))
     seal(folder, {"leaves": leaves}, {f"{PARAMS}/{path}": facts for path, facts, _ in done})

@@ -28,7 +28,7 @@ from rljax.models.layout import (
     Slice,
     all_finite,
     cast,
-    layer_bytes,
+    memory_limit,
     mismatches,
     not_finite,
     refuse,
@@ -132,7 +132,7 @@ def write_hf(directory: Path, model: Outside, dtype: str, shard_size: int) -> li
         return _write_slice(piece, model, places, np.dtype(dtype))
 
     # A source that is a checkpoint of rljax holds the slice.
-    limit = layer_bytes(model.arch, np.dtype(dtype))
+    limit = memory_limit(model.arch, np.dtype(dtype))
     notices = in_parallel(write, slices(model.arch), lambda piece: piece.size * item, limit)
     if len(parts) > 1:
         weight_map = {name: entry.file.name for name, entry in places.items()}

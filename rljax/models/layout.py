@@ -303,10 +303,15 @@ def slices(arch: Arch) -> list[Slice]:
 
 
 def layer_bytes(arch: Arch, dtype: np.dtype) -> int:
-    """Return the size of one layer or of the largest single slice, whichever is larger (bytes): what may be held at once."""
+    """Return the size of one layer or of the largest single slice, whichever is larger (bytes)."""
     pieces = slices(arch)
     layer = sum(piece.size for piece in pieces if piece.layer == 0)
     return max(layer, *(piece.size for piece in pieces)) * dtype.itemsize
+
+
+def memory_limit(arch: Arch, dtype: np.dtype) -> int:
+    """Return how much a conversion holds at once (bytes): less than two layers, and enough to keep several threads at work."""
+    return layer_bytes(arch, dtype) * 3 // 2
 
 
 def tiles(array: np.ndarray, slot: Slot) -> Iterator[tuple[int, int, np.ndarray]]:
