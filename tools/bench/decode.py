@@ -1,7 +1,8 @@
-"""Time sampling alone: every rollout runs to its last token, prompts are shared by groups.
+"""Time sampling alone, next to the sum of its kernels timed alone: every rollout runs to its last token.
 
-Prints one JSON line per number of rows: tokens/s of the whole call and of the decode phase, seconds to the first token, and
-milliseconds per decode step.
+Prints one JSON line per number of rows: tokens/s of the whole call and of the decode phase, seconds to the first token,
+milliseconds per decode step, and the kernel floor: the milliseconds that the products, the attention and the draw of one step
+take when each is run by itself at the same shapes, one layer's after the other's. Prompts are shared by groups.
 """
 
 import argparse
@@ -10,10 +11,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -21,17 +24,20 @@ from rljax.config import MeshConfig
 from rljax.convert import read_checkpoint
 from rljax.mesh import build_mesh
 from rljax.models.arch import Arch
+from rljax.models.block import INPUTS, KeyValue, layer_kinds, project_outputs_first
 from rljax.pytree import Params
 from rljax.rollouts.weights import learner_layout, publisher
+from rljax.sampler.decode import draw, uniforms
 from rljax.sampler.engine import Engine, Request, draw_key
+from rljax.sampler.paged import paged_attention
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/smollm2-135m-instruct"))
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="rollouts decoded together")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="rollouts decoded together")
     parser.add_argument("--group", type=int, default=8, help="rollouts per prompt, at most as many as rows")
     parser.add_argument("--prompt", type=int, default=46, help="prompt length (tokens)")
     parser.add_argument("--tokens", type=int, default=64, help="completion length (tokens)")
@@ -39,14 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
     loaded = read_checkpoint(args.checkpoint, learner_layout(mesh))
-    params = publisher(loaded.arch, mesh, args.dtype)(loaded.params)
-    for rows in args.rows:
-        found = measure(args, loaded.arch, mesh, params, rows)
-        print(json.dumps({"system": "rljax", "dtype": args.dtype, "rows": rows, **found}), flush=True)
+    for dtype in args.dtype:
+        params = publisher(loaded.arch, mesh, dtype)(loaded.params)
+        for rows in args.rows:
+            found = measure(args, loaded.arch, mesh, params, rows)
+            print(json.dumps({"system": "rljax", "dtype": dtype, "rows": rows, **found}), flush=True)
     return 0
 
 
-def measure(args: argparse.Namespace, arch: Arch, mesh: Mesh, params: Params, rows: int) -> dict[str, float]:
+def measure(args: argparse.Namespace, arch: Arch, mesh: Mesh, params: Params, rows: int) -> dict[str, Any]:
     """Sample some times and return the medians."""
     group = min(args.group, rows)
     engine = Engine(
@@ -58,13 +65,14 @@ def measure(args: argparse.Namespace, arch: Arch, mesh: Mesh, params: Params, ro
         max_completion_length=args.tokens,
         readers=group,
         decode_chunk_steps=8,
-        dtype=args.dtype,
+        dtype=params["embed"].dtype,
     )
     engine.set_weights(params, 0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, arch.vocab_size, args.prompt).tolist()) for _ in range(-(-rows // group))]
     requests = [Request(row, prompts[row // group], draw_key(0, "bench", str(row), 0), args.tokens, 1.0) for row in range(rows)]
     one = [Request(request.ticket, request.prompt, request.key, 1, 1.0) for request in requests]
+    floor = kernel_floor(engine, params, requests, args.repeats)
     whole, first = (timed(lambda asked=asked: sample(engine, asked), args.repeats) for asked in (requests, one))
     step = (whole - first) / (args.tokens - 1)
     return {
@@ -72,7 +80,74 @@ def measure(args: argparse.Namespace, arch: Arch, mesh: Mesh, params: Params, ro
         "decode_tokens_per_s": round(rows / step, 1),
         "first_token_s": round(first, 3),
         "step_ms": round(1e3 * step, 2),
+        "floor_ms": {name: round(1e3 * seconds, 2) for name, seconds in floor.items()},
+        "share_of_floor": round(sum(floor.values()) / step, 3),
     }
+
+
+def kernel_floor(engine: Engine, params: Params, requests: Sequence[Request], repeats: int) -> dict[str, float]:
+    """Time the kernels of a decode step alone, in the middle of the completions (seconds)."""
+    arch, rows, dtype = engine.arch, engine.slots, params["embed"].dtype
+    engine.submit(requests)
+    for _ in range(max(1, requests[0].max_tokens // 16)):
+        engine.step()
+        engine.poll()
+    tables, state = engine._tables(), engine._state  # the shapes that a step really has
+    engine.abort()
+    layers = [params["layers"][layer] for layer in arch.layers]
+    floor = {}
+    for name, inputs in INPUTS.items():
+        weights = [layer[name] for layer in layers]
+        x = jnp.ones((rows, 1, *weights[0].shape[weights[0].ndim - inputs :]), dtype)
+        floor[name] = timed_chain(lambda x, w, inputs=inputs: project_outputs_first(x, w, inputs), x, weights, repeats)
+    head = params["embed"] if arch.tie_embeddings else params["head"]
+    hidden = jnp.ones((rows, arch.embed_dim), dtype)
+    scores_of = partial(jnp.einsum, "bd,vd->bv", preferred_element_type=jnp.float32)
+    floor["head"] = timed_chain(scores_of, hidden, [head], repeats)
+    now = state.progress
+    at = paged_attention(arch, engine.mesh, tables, now.position, now.origin)
+    kinds = layer_kinds(arch)
+    query = jnp.ones((rows, 1, arch.num_kv_heads, arch.queries_per_kv, arch.head_dim), dtype)
+    fresh = KeyValue(*(jnp.ones((rows, arch.num_kv_heads, 1, arch.head_dim), dtype) for _ in range(2)))
+
+    def attend(query: Any, fresh: KeyValue, cache: Any) -> Any:
+        kept, outs = [], []
+        for kind, layer in zip(kinds, cache, strict=True):
+            out, layer = at(query, fresh, layer, kind.attention, None)
+            query, out = jax.lax.optimization_barrier((query, out))
+            kept.append(layer)
+            outs.append(out)
+        return outs, tuple(kept)
+
+    with jax.set_mesh(engine.mesh):
+        run = jax.jit(attend, donate_argnums=2)
+        cache = jax.tree.map(jnp.copy, state.cache)
+        _, cache = run(query, fresh, cache)
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            _, cache = jax.block_until_ready(run(query, fresh, cache))
+            times.append(time.perf_counter() - start)
+    floor["attention"] = statistics.median(times)
+    scores = jnp.asarray(np.random.default_rng(0).normal(size=(rows, arch.vocab_size)), jnp.float32)
+    keys, position = jnp.ones((rows, 2), jnp.uint32), jnp.arange(rows)
+    choose = jax.jit(lambda scores: draw(scores, jnp.ones(rows), uniforms(keys, position)))
+    floor["draw"] = timed(lambda: choose(scores), repeats)
+    return floor
+
+
+def timed_chain(kernel: Callable[[Any, Any], Any], x: Any, weights: Sequence[Any], repeats: int) -> float:
+    """Return the median time of a kernel's runs over all weights, one after the other (seconds)."""
+
+    def chain(x: Any, weights: Sequence[Any]) -> Any:
+        outs = []
+        for weight in weights:
+            x, out = jax.lax.optimization_barrier((x, kernel(x, weight)))
+            outs.append(out)
+        return outs
+
+    run = jax.jit(chain)
+    return timed(lambda: run(x, weights), repeats)
 
 
 def sample(engine: Engine, requests: Sequence[Request]) -> None:
