@@ -1,8 +1,8 @@
 """Time one optimizer step on rows without padding, next to the matrix products it consists of, timed alone.
 
-Every token of every row is trained on: forward, backward, clipping, AdamW. Prints one JSON line per compute type: seconds, tokens/s,
-the step's arithmetic over its time, the rate of its products alone at the same shapes (forward, input gradient and weight gradient of
-every weight, as one layer after the other runs them), the share of that rate the step reaches, compile time, and peak memory.
+Every token of every row is trained on: forward, backward, clipping, AdamW. Prints one JSON line per compute type: seconds,
+tokens/s, the step's arithmetic over its time, the rate of its products alone at the same shapes (forward, input gradient and
+weight gradient of every weight), the share of that rate the step reaches, compile time, and peak memory.
 """
 
 import argparse
