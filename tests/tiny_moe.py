@@ -15,6 +15,7 @@ from rljax.mesh import build_mesh, data_shards
 from rljax.models.arch import Experts
 from rljax.models.decoder import abstract_params
 from rljax.pytree import Params
+from rljax.sampler.cache import BLOCK
 from rljax.sampler.engine import Engine
 from tests.tiny_model import ARCH as PLAIN
 from tests.tiny_model import config_of, published, run, some_requests
@@ -42,18 +43,25 @@ def mesh_of(name: str) -> Mesh:
 
 
 def engine_of(mesh: str = "one", dtype: str = "float32", **options: Any) -> Engine:
-    """Return an engine that records routing, with weights."""
+    """Return an engine that records routing, with weights; its end token is never drawn."""
     settings = {"slots": 8, "max_prompt_length": 24, "max_completion_length": 40, "readers": 4, "decode_chunk_steps": 5}
-    engine = Engine(ARCH, mesh_of(mesh), (2,), **{**settings, **options}, dtype=dtype, record_routing=True)
+    engine = Engine(ARCH, mesh_of(mesh), (ARCH.vocab_size,), **{**settings, **options}, dtype=dtype, record_routing=True)
     engine.set_weights(published(engine, params(), dtype), 0)
     return engine
 
 
 @cache
 def sampled(mesh: str = "one", dtype: str = "float32") -> Any:
-    """Return requests and completions: 4 tasks of 8 rollouts, prompts and completions of many lengths."""
-    requests = some_requests(4, 8)
-    return requests, run(engine_of(mesh, dtype), requests)
+    """Return requests, completions and how many were sent back: 4 tasks of 8 rollouts, of many lengths.
+
+    On one device the cache is too small for all slots.
+    """
+    requests = [
+        dataclasses.replace(asked, max_tokens=40 if index % 4 == 0 else asked.max_tokens)
+        for index, asked in enumerate(some_requests(4, 8))
+    ]
+    engine = engine_of(mesh, dtype, cache_tokens=9 * BLOCK if mesh == "one" else None)
+    return requests, run(engine, requests), engine.preempted
 
 
 def learner_of(mesh: str = "one", **sections: Mapping[str, Any]) -> Learner:
@@ -62,5 +70,8 @@ def learner_of(mesh: str = "one", **sections: Mapping[str, Any]) -> Learner:
     return Learner(
         ARCH,
         devices,
-        config_of(data_shards(devices), **{"sampler": {"temperature": 1.0}, "model": {"remat": "none"}, **sections}),
+        config_of(
+            data_shards(devices),
+            **{"sampler": {"temperature": 1.0, "max_completion_length": 40}, "model": {"remat": "none"}, **sections},
+        ),
     )

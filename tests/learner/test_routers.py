@@ -28,7 +28,8 @@ ATOL = 2e-6
 
 @cache
 def learner(mesh: str = "one") -> Learner:
-    return learner_of(mesh, algorithm={"router_z_loss_coef": Z, "router_balance_loss_coef": BALANCE})
+    weights = {"router_z_loss_coef": Z, "router_balance_loss_coef": BALANCE}
+    return learner_of(mesh, algorithm=weights, sampler={"temperature": 1.0})
 
 
 def equal_groups() -> list[Group]:
