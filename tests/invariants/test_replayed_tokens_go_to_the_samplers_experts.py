@@ -22,7 +22,7 @@ GAP = 2e-5
 
 @cache
 def replaying(dtype: str = "float32") -> Learner:
-    return learner_of(algorithm={"routing_replay": True}, model={"compute_dtype": dtype, "remat": "none"})
+    return learner_of(algorithm={"routing_replay": "true"}, model={"compute_dtype": dtype, "remat": "none"})
 
 
 @cache
@@ -84,7 +84,7 @@ def stood_at(batch: Batch, rollouts: list[Rollout]) -> dict[tuple[int, int, int]
 
 
 def test_in_the_learner_every_token_goes_where_it_went_in_the_sampler() -> None:
-    learner = learner_of("expert", algorithm={"routing_replay": True})
+    learner = learner_of("expert", algorithm={"routing_replay": "true"})
     batch = batch_of(learner, groups())
     assert batch.choices is not None
     assert batch.parents.any()
