@@ -56,7 +56,7 @@ def same_experts(left: Any, right: Any) -> bool:
     return np.array_equal(np.sort(left, -1), np.sort(right, -1))
 
 
-@pytest.mark.parametrize("mesh", ["one", "expert"])
+@pytest.mark.parametrize("mesh", ["one", pytest.param("expert", marks=pytest.mark.slow)])
 def test_in_float32_the_record_is_what_a_whole_forward_pass_decides(mesh: str) -> None:
     _, _, preempted = sampled(mesh)
     assert (preempted > 0) == (mesh == "one")  # a rollout that was sent back records its second try

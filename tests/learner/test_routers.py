@@ -93,6 +93,7 @@ def test_packing_and_micro_batches_change_no_router_loss(parts: int) -> None:
     assert_is_unpacked(*step(spread(batch, parts)))
 
 
+@pytest.mark.slow
 def test_devices_change_no_router_loss() -> None:
     assert_is_unpacked(*step(batch_of(learner("expert"), equal_groups()), "expert"))
 
