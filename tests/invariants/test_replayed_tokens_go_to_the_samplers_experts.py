@@ -126,10 +126,7 @@ def test_a_step_follows_the_record_and_in_float32_that_changes_nothing() -> None
     for found in (plain, free):
         assert np.abs(found - batch.logp_behavior)[batch.mask].max() < GAP
     swapped = np.where(batch.choices >= 0, (batch.choices + 1) % 6, batch.choices).astype(np.int16)
-    assert np.abs(scores(learner, dataclasses.replace(batch, choices=swapped)) - plain)[batch.mask].mean() > 0.1
-    # Where padding goes is nobody's concern.
-    elsewhere = np.where(batch.segments[..., None, None] > 0, batch.choices, 3).astype(np.int16)
-    assert np.array_equal(scores(learner, dataclasses.replace(batch, choices=elsewhere))[batch.mask], plain[batch.mask])
+    assert np.abs(scores(learner, dataclasses.replace(batch, choices=swapped)) - plain)[batch.mask].mean() > 100 * GAP
 
 
 @pytest.mark.slow
