@@ -47,7 +47,7 @@ def test_experts_are_replayed_in_conversations_and_their_routers_are_watched(ser
     assert param_bits(again / "model") == param_bits(run / "model")
     for row in step_metrics(run).values():
         assert row["gap/logp_max"] < 1e-4
-        assert 2.0 <= row["router/balance_loss"] < 4.0
+        assert 1.9 < row["router/balance_loss"] < 4.0
         assert 0.25 <= row["router/max_load"] <= 0.5
         assert row["loss/total"] != row["loss/policy"]
     assert {row["turns"] for rows in rollout_rows(run).values() for row in rows} == {2}
