@@ -211,6 +211,13 @@ class AlgorithmConfig(Section):
     )
     rollout_rs_threshold: float = _option(2.0, "Largest ratio of learner to sampler that stays.", gt=0)
     rollout_rs_threshold_lower: float = _option(0.5, "Smallest ratio of learner to sampler that stays.", ge=0)
+    routing_replay: bool = _option(
+        False, "Send tokens to the same experts in the learner as in the sampler (models with experts)."
+    )
+    router_z_loss_coef: float = _option(0.0, "Weight of the loss that keeps routers' scores small (models with experts).", ge=0)
+    router_balance_loss_coef: float = _option(
+        0.0, "Weight of the loss that spreads tokens over experts (models with experts); costs a forward pass per step.", ge=0
+    )
     mask_truncated_completions: bool = _option(False, "Leave rollouts that hit the length limit out of the loss.")
 
     @model_validator(mode="before")

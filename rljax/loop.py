@@ -146,7 +146,7 @@ class _Run:
         self.stream = PromptStream(self.tasks, config.run.seed, config.data.shuffle)
         self.eval_tasks: TaskSource = fitting_tasks(config, "eval", self.stack.tokenizer, report) if config.eval.every else ()
         self.learner = Learner(arch, self.stack.mesh, config)
-        self.shape = batch_shape(config, data_shards(self.stack.mesh))
+        self.shape = batch_shape(config, data_shards(self.stack.mesh), self.learner.replayed)
         self.state, self.meta = self._first_state(report)
         fixed = config.algorithm.beta > 0 and not config.algorithm.reference_sync_steps
         self.reference = self._load() if fixed else None  # one that moves is part of the state
@@ -243,7 +243,7 @@ class _Run:
             prepared = prepare(collected.kept, self.config, self.shape)
             batches = [self.learner.put(batch) for batch in prepared.batches]
             reference = self.state.reference or self.reference
-            references = [None if reference is None else self.learner.score(reference, batch) for batch in batches]
+            references = [None if reference is None else self.learner.score(reference, batch.unrouted()) for batch in batches]
             # With one update per batch the proximal policy is the current one, and needs no scoring.
             scored = self.config.updates_per_batch > 1 or needs_revision(self.config)
             proximal = [self.learner.score(self.state.params, batch) if scored else None for batch in batches]
@@ -291,12 +291,14 @@ class _Run:
             beta = self._beta()
             self.state, output = self.learner.step(self.state, batch, proximal, reference)
             fault_point("loop.updating")
-            sums, grad_norm, learning_rate = jax.device_get((output.metrics, output.grad_norm, output.learning_rate))
+            sums, router = jax.device_get((output.metrics, output.router))
+            grad_norm, learning_rate = jax.device_get((output.grad_norm, output.learning_rate))
             logp = np.asarray(jax.device_get(output.logp if proximal is None else proximal))
         self.trained += 1
         self.meta = replace(self.meta, step=self.meta.step + 1, version=self.meta.version + 1)
         values = update_metrics(prepared.batches[index], sums, logp)
         values |= {"loss/beta": beta, "gap/rejected_fraction": prepared.rejected_fraction}
+        values |= {f"router/{name}": float(value) for name, value in router.items()}
         return values | {"optimizer/grad_norm": float(grad_norm), "optimizer/learning_rate": float(learning_rate)}
 
     def _log(self, values: dict[str, float]) -> None:

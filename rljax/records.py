@@ -123,6 +123,9 @@ class Completion:
     """Weight version that produced the tokens."""
     finish_reason: FinishReason
     """Why it ended."""
+    choices: np.ndarray | None = None
+    """Experts that the prompt's tokens and these went to, the last one excepted, which went nowhere: [prompt + n - 1, layers
+    with experts, per token], uint8, or uint16 for more than 256 experts; None unless the sampler records them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +160,14 @@ class Rollout:
     """Number of model messages."""
     text: str
     """What the model wrote, for people; derived from the tokens, never encoded again."""
+    choices: np.ndarray | None = None
+    """Experts that the first k tokens went to in the sampler, [k, layers with experts, per token], each from the turn that
+    first computed it; behind are the last token the model wrote and what follows it. None unless they are recorded."""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
+        if self.choices is not None and len(self.choices) > n:
+            raise ValueError(f"Rollout.choices has {len(self.choices)} entries for {n} tokens")
         for name in ("provenance", "logp_behavior", "versions"):
             if len(getattr(self, name)) != n:
                 raise ValueError(f"Rollout.{name} has {len(getattr(self, name))} entries for {n} tokens")

@@ -160,13 +160,14 @@ def _rollout(task: str, attempt: int, prompt: np.ndarray, length: int, rng: np.r
 
 def batch_of(learner: Learner, groups: Sequence[Group]) -> Batch:
     """Pack groups as a run does."""
-    return prepare(groups, learner.config, batch_shape(learner.config, data_shards(learner.mesh))).batches[0]
+    return prepare(groups, learner.config, batch_shape(learner.config, data_shards(learner.mesh), learner.replayed)).batches[0]
 
 
 def spread(batch: Batch, parts: int) -> Batch:
     """Return the same rows over so many micro-batches, as evenly as can be; the batch must have room for them."""
     rows = [(micro, row) for micro in range(batch.num_micro) for row in np.flatnonzero(batch.mask[micro].any(1))]
-    moved: dict[str, Any] = {name: np.zeros_like(getattr(batch, name)) for name in ROW_FIELDS}
+    fields = (*ROW_FIELDS, "choices") if batch.choices is not None else ROW_FIELDS
+    moved: dict[str, Any] = {name: np.zeros_like(getattr(batch, name)) for name in fields}
     for index, (micro, row) in enumerate(rows):
         for name, array in moved.items():
             array[index % parts, index // parts] = getattr(batch, name)[micro, row]
@@ -276,6 +277,7 @@ def rollouts_of(requests: Sequence[Request], completions: Mapping[Any, Completio
             score=Score("score", float(rng.normal())),
             turns=1,
             text="",
+            choices=done.choices,
         )
         members.setdefault(task, []).append(rollout)
     return [Group(Task(task, ()), tuple(rollouts)) for task, rollouts in members.items()]

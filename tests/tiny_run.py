@@ -1,6 +1,7 @@
 """Runs of a tiny model in a small world: their checkpoint, their configuration, and what they leave behind."""
 
 import atexit
+import dataclasses
 import json
 import shutil
 import tempfile
@@ -15,11 +16,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental.compilation_cache import compilation_cache
 
+from rljax.checkpoint import save_params
 from rljax.config import Config
+from rljax.convert import ARCH_FILE
 from rljax.manifest import read_manifest
+from rljax.models.arch import Experts
 from rljax.recipe import load
 from rljax.telemetry.sinks import read_metrics, read_rollouts
-from tools.make_tiny_checkpoint import make_tiny_checkpoint
+from tools.make_tiny_checkpoint import make_tiny_checkpoint, tiny_arch, tiny_params, tokenizer_files
 
 NOT_REPEATED = ("time/", "throughput/")
 """Metrics that two equal runs do not share."""
@@ -37,6 +41,16 @@ def scratch() -> Path:
 def tiny_checkpoint() -> Path:
     """Make the tiny checkpoint, once per process."""
     return make_tiny_checkpoint(scratch() / "tiny")
+
+
+@cache
+def tiny_experts_checkpoint() -> Path:
+    """Make a tiny checkpoint of a model with experts in two of its three layers, once per process."""
+    experts = Experts(count=4, per_token=2, ffn_dim=32, normalize=True)
+    arch = dataclasses.replace(tiny_arch(), num_layers=3, experts=experts, dense_layers=(0,))
+    files = {ARCH_FILE: arch.to_json().encode(), **tokenizer_files()}
+    save_params(scratch() / "experts", tiny_params(arch, 0), files, overwrite=False)
+    return scratch() / "experts"
 
 
 @contextmanager

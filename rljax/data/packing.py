@@ -34,6 +34,8 @@ class PackShape:
     """Rows of a micro-batch, over all devices."""
     length: int
     """Tokens of a row."""
+    choices: tuple[int, int] | None = None
+    """Layers with experts, and choices in each of them, of the records to pack (`algorithm.routing_replay`); None for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,9 @@ class Batch:
     """Advantage of its rollout, float32."""
     weight: Float[np.ndarray, "m r j"]
     """Share of the token in the loss, float32; the denominator is in it."""
+    choices: Int[np.ndarray, "m r s l e"] | None
+    """Experts each token went to in the sampler, per layer with experts, int16; -1 where nothing was recorded, as in padding.
+    None unless records are packed."""
     rollout: Int[np.ndarray, "m r j"]
     """Index of its rollout in the list that was packed, int32; -1 in filler slots."""
     scored: Int[np.ndarray, " m"]
@@ -80,7 +85,9 @@ class Batch:
     """Share of the positions of the first `num_micro` micro-batches that hold no token; 0 when there are none."""
 
 
-def pack_shape(*, pack_length: int, longest_rollout: int, num_rollouts: int, rows: int) -> PackShape:
+def pack_shape(
+    *, pack_length: int, longest_rollout: int, num_rollouts: int, rows: int, choices: tuple[int, int] | None = None
+) -> PackShape:
     """Return the shape into which any `num_rollouts` rollouts of at most `longest_rollout` tokens fit.
 
     First-fit opens a row only when no row has room, so every earlier row holds at least
@@ -93,7 +100,7 @@ def pack_shape(*, pack_length: int, longest_rollout: int, num_rollouts: int, row
             "raise it, or lower sampler.max_prompt_length or sampler.max_completion_length"
         )
     worst_rows = -(-num_rollouts // (pack_length // longest_rollout))
-    return PackShape(micro_batches=max(1, -(-worst_rows // rows)), rows=rows, length=pack_length)
+    return PackShape(micro_batches=max(1, -(-worst_rows // rows)), rows=rows, length=pack_length, choices=choices)
 
 
 def loss_tokens(rollout: Rollout, *, mask_truncated: bool) -> Bool[np.ndarray, " n"]:
@@ -144,6 +151,7 @@ def pack(
     Rollouts that start with the same prompt stand together and share one copy of it, as many as fit a row.
     `advantages` and `weights` (the loss weight of each of its tokens) are per rollout. The result depends on the
     inputs alone. Rows are ordered by their number of scored tokens, so that micro-batches waste few slots.
+    A shared prompt's experts are those that the first rollout recorded.
     Raises ValueError for a rollout that is longer than a row or whose first token is the model's (nothing predicts it).
     """
     masks = [loss_tokens(rollout, mask_truncated=mask_truncated) for rollout in rollouts]
@@ -157,6 +165,7 @@ def pack(
     integers = {name: np.zeros(size, np.int32) for name in _INTEGERS}
     floats = {name: np.zeros(size, np.float32) for name in ("logp_behavior", "advantage", "weight")}
     mask, owner = np.zeros(size, bool), np.full(size, -1, np.int32)
+    choices = None if shape.choices is None else np.full((*size, *shape.choices), -1, np.int16)
     for row, bundles in enumerate(rows):
         slot = 0
         for stretch in _stretches(rollouts, bundles):
@@ -165,6 +174,9 @@ def pack(
             integers["positions"][row, here] = np.arange(stretch.first, stretch.stop)
             integers["segments"][row, here] = stretch.segment
             integers["parents"][row, here] = stretch.parent
+            if choices is not None:
+                known = _recorded(rollout)[stretch.first : stretch.stop]
+                choices[row, stretch.start : stretch.start + len(known)] = known
             where = np.flatnonzero(masks[stretch.rollout][stretch.first : stretch.stop])
             slots = slice(slot, slot + len(where))
             # The token before predicts it; before the first of a continuation stands the end of the shared prompt.
@@ -178,7 +190,7 @@ def pack(
             slot = slots.stop
 
     def micro(array: np.ndarray) -> np.ndarray:
-        return array.reshape(shape.micro_batches, shape.rows, shape.length)
+        return array.reshape(shape.micro_batches, shape.rows, *array.shape[1:])
 
     num_micro = -(-len(rows) // shape.rows)
     held = int((integers["segments"] > 0).sum())
@@ -186,12 +198,18 @@ def pack(
     return Batch(
         **{name: micro(array) for name, array in (integers | floats).items()},
         mask=micro(mask),
+        choices=None if choices is None else micro(choices),
         rollout=micro(owner),
         scored=micro(mask).sum(axis=2).max(axis=1).astype(np.int32),
         num_micro=num_micro,
         num_rollouts=len(chosen),
         padding_fraction=1.0 - held / positions if positions else 0.0,
     )
+
+
+def _recorded(rollout: Rollout) -> np.ndarray:
+    assert rollout.choices is not None, "the sampler records the experts of every rollout, or none"
+    return rollout.choices
 
 
 def _check(rollout: Rollout, mask: np.ndarray, length: int) -> None:

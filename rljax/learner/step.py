@@ -5,12 +5,14 @@ layout of a batch on the mesh. Refuses to own the loss itself, packing and the o
 
     step:   for each micro-batch (a loop on the device, its trip count a value, not a shape):
                 hidden -> the positions that predict scored tokens -> logp -> loss -> gradients, added up
+                routers' choices and scores, where there are experts -> their losses
             clip, update, donate the old state
     score:  the same forward pass, without the loss
 
 An array of [rows, positions, vocabulary] never exists: log-probabilities are made in chunks.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -26,10 +28,12 @@ from rljax.algorithms.losses import Metrics, ScoredTokens, combine_metrics, empt
 from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.learner.optimizer import Optimizer
+from rljax.learner.routers import count_tokens, no_sums, router_loss, router_metrics, token_copies
 from rljax.learner.state import TrainState, abstract_state, first_reference, next_reference
 from rljax.mesh import DATA_AXES, constrain, sharding
 from rljax.models.arch import Arch
-from rljax.models.decoder import decaying, merge
+from rljax.models.decoder import Decoder, Forward, decaying, merge
+from rljax.models.moe import Routing, chosen_sums, router_sums
 from rljax.pytree import Params, pytree
 
 LOGIT_POSITIONS = 512
@@ -50,9 +54,14 @@ class DeviceBatch:
     logp_behavior: Float[Array, "m r j"]
     advantage: Float[Array, "m r j"]
     weight: Float[Array, "m r j"]
+    choices: Int[Array, "m r s l e"] | None
     rollout: Int[Array, "m r j"]
     scored: Int[Array, " m"]
     num_micro: Int[Array, ""]
+
+    def unrouted(self) -> "DeviceBatch":
+        """Return the batch without the sampler's experts, for another policy: its routers decide."""
+        return dataclasses.replace(self, choices=None)
 
 
 @pytree
@@ -67,6 +76,8 @@ class StepOutput:
     """Global gradient norm before the clip."""
     learning_rate: Float[Array, ""]
     """Learning rate of this update."""
+    router: Metrics
+    """Means over all tokens of the step, as `router_metrics` returns them; empty for models without experts."""
 
 
 class Learner:
@@ -76,10 +87,16 @@ class Learner:
         """Prepare the programs; they compile on first use, once, whatever the rollouts' lengths.
 
         Raises:
-            ValueError: the model does not divide over the mesh.
+            ValueError: the model does not divide over the mesh, or it has no experts and an option is about them.
         """
         if mesh.shape["expert"] > 1 and arch.experts is None:
             raise ValueError(f"mesh.expert is {mesh.shape['expert']}, and this model has no experts to split; set it to 1")
+        algorithm = config.algorithm
+        for name in ("routing_replay", "router_z_loss_coef", "router_balance_loss_coef"):
+            if getattr(algorithm, name) and arch.experts is None:
+                raise ValueError(f"algorithm.{name} is for models with experts, and this model has none; remove it")
+        self.replayed = arch.choices_per_token if algorithm.routing_replay else None
+        """Layers with experts, and choices in each of them, that its batches hold; None without replay."""
         self.arch, self.mesh, self.config = arch, mesh, config
         self.optimizer = Optimizer(config.optimizer, lambda _: decaying(arch))
         self.abstract_state = abstract_state(arch, mesh, config, self.optimizer)
@@ -132,15 +149,29 @@ class Learner:
             return self._score(params, batch)
 
 
-def _forward(learner: Learner, params: Params, micro: DeviceBatch) -> tuple[Array, Array]:
-    """Return log-probability and entropy of each scored token of one micro-batch; shared by loss and scoring."""
+def _decode(learner: Learner, decoder: Decoder, micro: DeviceBatch) -> Forward:
+    """Run the decoder over one micro-batch, with the sampler's experts where they are known."""
+    model, choices = learner.config.model, micro.choices
+    return decoder.forward(
+        *(micro.tokens, micro.positions, micro.segments),
+        parents=micro.parents,
+        dtype=jnp.dtype(model.compute_dtype),
+        remat=model.remat,
+        choices=None if choices is None else jnp.moveaxis(choices, 2, 0).astype(jnp.int32),
+        record_routing=True,  # what nobody uses is not computed
+    )
+
+
+def _forward(learner: Learner, params: Params, micro: DeviceBatch) -> tuple[Array, Array, Routing | None]:
+    """Return log-probability and entropy of each scored token of one micro-batch, and the routing of all its tokens.
+
+    Shared by loss and scoring.
+    """
     config = learner.config
     decoder = merge(learner.arch, params)
-    dtype = jnp.dtype(config.model.compute_dtype)
-    rows = (micro.tokens, micro.positions, micro.segments)
-    hidden, _ = decoder(*rows, parents=micro.parents, dtype=dtype, remat=config.model.remat)
+    hidden, _, routing = _decode(learner, decoder, micro)
     picked = constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), DATA_AXES)
-    return token_logprobs(
+    logp, entropy = token_logprobs(
         picked,
         decoder.head_table,
         micro.targets,
@@ -151,33 +182,60 @@ def _forward(learner: Learner, params: Params, micro: DeviceBatch) -> tuple[Arra
         length=micro.scored,
         entropy_gradient=config.algorithm.entropy_coef > 0,
     )
+    return logp, entropy, routing
+
+
+def _chosen(learner: Learner, params: Params, batch: DeviceBatch) -> Float[Array, "l x"] | None:
+    """Count the choices that fall on each expert in the whole step, by a forward pass of its own.
+
+    The balance loss multiplies them with each token's probabilities, so they must be known before the first gradient. None
+    where there is no such loss.
+    """
+    none = no_sums(learner.arch)
+    if none is None or not learner.config.algorithm.router_balance_loss_coef:
+        return None
+
+    def body(index: Array, counts: Array) -> Array:
+        micro = jax.tree.map(lambda leaf: _micro(leaf, index), batch)
+        routing = _decode(learner, merge(learner.arch, params), micro).routing
+        assert routing is not None, "it was asked for"
+        return counts + chosen_sums(routing.choices, token_copies(micro.segments, micro.parents), counts.shape[1])
+
+    return jax.lax.fori_loop(0, batch.num_micro, body, none.chosen)
 
 
 def _train_step(
     learner: Learner, state: TrainState, batch: DeviceBatch, logp_prox: Array | None, logp_ref: Array | None
 ) -> tuple[TrainState, StepOutput]:
     algorithm = learner.config.algorithm
+    tokens, chosen = count_tokens(batch.segments, batch.parents), _chosen(learner, state.params, batch)
 
     def loss(params: Params, micro: DeviceBatch, prox: Array | None, ref: Array | None) -> tuple[Array, Any]:
-        logp, entropy = _forward(learner, params, micro)
+        logp, entropy, routing = _forward(learner, params, micro)
         current = jax.lax.stop_gradient(logp)
         prox = current if prox is None else prox
         known = (micro.mask, micro.advantage, micro.weight, micro.logp_behavior, prox, micro.rollout, ref)
         value, metrics = policy_loss(logp, entropy, ScoredTokens(*known), algorithm, state.beta)
-        return value, (metrics, current)
+        if routing is None:
+            return value, (metrics, current, None)
+        sums = router_sums(routing, token_copies(micro.segments, micro.parents))
+        value = value + router_loss(sums, tokens, chosen, algorithm)
+        return value, jax.lax.stop_gradient((metrics | {"loss": value}, current, sums))
 
-    def body(index: Array, carry: tuple[Any, Metrics, Array]) -> tuple[Any, Metrics, Array]:
-        grads, metrics, logps = carry
+    def body(index: Array, carry: tuple[Any, Any, Array]) -> tuple[Any, Any, Array]:
+        grads, (metrics, router), logps = carry
         micro, prox, ref = jax.tree.map(lambda leaf: _micro(leaf, index), (batch, logp_prox, logp_ref))
-        (_, (found, logp)), fresh = jax.value_and_grad(loss, has_aux=True)(state.params, micro, prox, ref)
+        (_, (found, logp, sums)), fresh = jax.value_and_grad(loss, has_aux=True)(state.params, micro, prox, ref)
         logps = jax.lax.dynamic_update_index_in_dim(logps, logp, index, 0)
-        return jax.tree.map(jnp.add, grads, fresh), combine_metrics(metrics, found), logps
+        added = combine_metrics(metrics, found), jax.tree.map(jnp.add, router, sums)
+        return jax.tree.map(jnp.add, grads, fresh), added, logps
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.params)
-    start = (jax.lax.with_sharding_constraint(zeros, learner._layout.params), empty_metrics(), jnp.zeros(batch.mask.shape))
-    grads, metrics, logps = jax.lax.fori_loop(0, batch.num_micro, body, start)
+    nothing = empty_metrics(), no_sums(learner.arch)
+    start = (jax.lax.with_sharding_constraint(zeros, learner._layout.params), nothing, jnp.zeros(batch.mask.shape))
+    grads, (metrics, router), logps = jax.lax.fori_loop(0, batch.num_micro, body, start)
     update = learner.optimizer.update(grads, state.optimizer, state.params)
-    output = StepOutput(metrics, logps, update.grad_norm, update.learning_rate)
+    output = StepOutput(metrics, logps, update.grad_norm, update.learning_rate, router_metrics(router, tokens))
     reference = next_reference(state.reference, update.params, update.state.updates, algorithm)
     beta = state.beta
     if beta is not None and algorithm.kl_target is not None:
@@ -189,7 +247,7 @@ def _train_step(
 def _score(learner: Learner, params: Params, batch: DeviceBatch) -> Float[Array, "m r j"]:
     def body(index: Array, logps: Array) -> Array:
         micro = jax.tree.map(lambda leaf: _micro(leaf, index), batch)
-        logp, _ = _forward(learner, params, micro)
+        logp, _, _ = _forward(learner, params, micro)
         return jax.lax.dynamic_update_index_in_dim(logps, jnp.where(micro.mask, logp, 0.0), index, 0)
 
     return jax.lax.fori_loop(0, batch.num_micro, body, jnp.zeros(batch.mask.shape))

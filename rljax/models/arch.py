@@ -133,6 +133,11 @@ class Experts:
         if not 1 <= self.per_token <= self.count:
             raise ValueError(f"a token cannot go to {self.per_token} of {self.count} experts")
 
+    @property
+    def choice_dtype(self) -> np.dtype:
+        """Type of recorded choices: the smallest that numbers all experts."""
+        return np.min_scalar_type(self.count - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Arch:
@@ -244,6 +249,11 @@ class Arch:
     def has_experts(self, layer: int) -> bool:
         """Say whether a layer has experts in the place of its MLP."""
         return self.experts is not None and layer not in self.dense_layers
+
+    @property
+    def choices_per_token(self) -> tuple[int, int] | None:
+        """What a token's routing is made of: layers with experts, and choices in each of them; None without experts."""
+        return None if self.experts is None else (self.num_layers - len(self.dense_layers), self.experts.per_token)
 
     def to_json(self) -> str:
         """Return the architecture as JSON text, the content of a checkpoint's arch.json."""

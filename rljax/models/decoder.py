@@ -86,14 +86,17 @@ class Decoder(nnx.Module):
         cache: Sequence[Any],
         *,
         dtype: jnp.dtype,
-    ) -> tuple[Float[Array, "b s d"], tuple[Any, ...]]:
-        """Return the normalised final hidden states of tokens that continue what a cache holds, and the cache with them.
+        record_routing: bool = False,
+    ) -> tuple[Float[Array, "b s d"], tuple[Any, ...], Routing | None]:
+        """Return the final hidden states of tokens that continue what a cache holds, the cache with them, and their routing.
 
-        For the separate layout. The cache has one entry per block, which `attention` reads and writes.
+        For the separate layout. The cache has one entry per block, which `attention` reads and writes. The routing is
+        None unless it is asked for.
         """
         tables = Tables(self._ropes(positions), attention)
-        hidden, seen, _ = self._one_by_one(self._embedded(tokens, dtype), tables, cache, None, dtype, False)
-        return self._normalised(hidden, dtype), seen
+        embedded = self._embedded(tokens, dtype)
+        hidden, seen, routing = self._one_by_one(embedded, tables, cache, None, dtype, record_routing)
+        return self._normalised(hidden, dtype), seen, routing
 
     def forward(
         self,
@@ -117,7 +120,7 @@ class Decoder(nnx.Module):
         block (`full`).
 
         `record_routing` asks for what the routers decided; `choices`, recorded in another pass over the same tokens (one
-        entry per layer with experts), sends the tokens to the same experts again.
+        entry per layer with experts), sends the tokens to the same experts again; negative ones leave it to the router.
         """
         arch = self.arch
         windows = {kind.attention.window for kind in layer_kinds(arch)}

@@ -1,7 +1,7 @@
 """A mixture of experts: the router, the products grouped by expert, and how they lie on the mesh.
 
 Owns the choice of experts, its record and replay, the losses that keep it balanced, and expert parallelism. Refuses to
-own the block around it.
+own the block around it, and which tokens count how often.
 
 No token is dropped and no expert has a capacity: the rows of all tokens are sorted by expert, and one grouped product
 multiplies each run of rows by its expert's weight. On a mesh, tokens stay on their data shard and are whole on every
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from rljax.mesh import DATA_AXES
 from rljax.models.arch import Arch
@@ -33,6 +33,17 @@ class Routing(NamedTuple):
     """Experts each token went to, e of them."""
     logits: Float[Array, "*l b s x"]
     """The router's scores of all experts."""
+
+
+class RouterSums(NamedTuple):
+    """Sums over tokens of what the routers did, per layer with experts; those of micro-batches and devices add up."""
+
+    z: Float[Array, " l"]
+    """Of log(sum(exp(logits)))^2."""
+    chosen: Float[Array, "l x"]
+    """Of the choices that fell on each expert."""
+    probability: Float[Array, "l x"]
+    """Of each expert's probability."""
 
 
 class _Weights(NamedTuple):
@@ -66,11 +77,12 @@ class Moe(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], Routing]:
         """Return the weighted sum of each token's experts, and how they were chosen.
 
-        With `choices`, tokens go where those say, and only the weights come from the router.
+        With `choices`, tokens go where those say, and only the weights come from the router; those whose entries are
+        negative go where the router sends them.
         """
         logits = self._scores(x)
-        if choices is None:
-            choices = jax.lax.top_k(jax.lax.stop_gradient(logits), self.experts.per_token)[1]
+        own = jax.lax.top_k(jax.lax.stop_gradient(logits), self.experts.per_token)[1]
+        choices = own if choices is None else jnp.where(choices < 0, own, choices)
         chosen = jnp.take_along_axis(logits, choices, axis=-1)
         if self.experts.normalize:
             shares = jax.nn.softmax(chosen, axis=-1)
@@ -87,29 +99,50 @@ class Moe(nnx.Module):
         return logits + self.router_bias[...].astype(jnp.float32)[None, None] if self.experts.router_bias else logits
 
 
-def z_loss(logits: Float[Array, "*l b s x"], mask: Bool[Array, "b s"]) -> Float[Array, ""]:
-    """Return the mean of log(sum(exp(logits)))^2 over the layers and the tokens of the mask (arXiv:2202.08906 eq. 5)."""
-    return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask)
+def router_sums(routing: Routing, weight: Int[Array, "b s"]) -> RouterSums:
+    """Sum over the tokens what the losses below are made of, each token `weight` times; where that is 0, nothing counts.
 
-
-def balance_loss(routing: Routing, mask: Bool[Array, "b s"]) -> Float[Array, ""]:
-    """Return x * sum over experts of (share of the choices) * (mean probability), times choices per token.
-
-    Shares and probabilities are means over all layers and the tokens of the mask; the loss is least, and equal to the
-    number of choices per token, when both are uniform (arXiv:2101.03961 eq. 4 to 6). Gradients flow through the
-    probabilities.
+    Gradients flow to the logits through `z` and `probability`.
     """
-    count = routing.logits.shape[-1]
-    probability = jax.nn.softmax(routing.logits, axis=-1)
-    chosen = jnp.sum(jax.nn.one_hot(routing.choices, count), axis=-2)
-    means = (jax.vmap(lambda part: _mean(part, mask), in_axes=-1)(part) for part in (chosen, probability))
-    share, mean_probability = means
-    return count * jnp.sum(jax.lax.stop_gradient(share) * mean_probability)
+    logits = jnp.where((weight > 0)[None, ..., None], routing.logits, 0.0)
+    times = weight.astype(jnp.float32)[None]
+    z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * times, axis=(1, 2))
+    probability = jnp.sum(jax.nn.softmax(logits, axis=-1) * times[..., None], axis=(1, 2))
+    return RouterSums(z, chosen_sums(routing.choices, weight, logits.shape[-1]), probability)
 
 
-def _mean(values: Float[Array, "*l b s"], mask: Bool[Array, "b s"]) -> Float[Array, ""]:
-    shown = jnp.broadcast_to(mask, values.shape)
-    return jnp.sum(jnp.where(shown, values, 0.0)) / jnp.maximum(jnp.sum(shown), 1)
+def chosen_sums(choices: Int[Array, "l b s e"], weight: Int[Array, "b s"], experts: int) -> Float[Array, "l x"]:
+    """Count the choices that fell on each expert of each layer, those of each token `weight` times."""
+    times = jnp.repeat(weight.reshape(-1), choices.shape[-1])
+
+    def count(layer: Int[Array, "b s e"]) -> Int[Array, " x"]:
+        return jnp.zeros(experts, jnp.int32).at[layer.reshape(-1)].add(times)
+
+    return jax.vmap(count)(choices).astype(jnp.float32)
+
+
+def z_loss(z: Float[Array, " l"], tokens: Float[Array, ""]) -> Float[Array, ""]:
+    """Return the mean of log(sum(exp(logits)))^2 over layers and tokens (arXiv:2202.08906 eq. 5).
+
+    `z` is from `router_sums`. The losses of parts of the tokens, each with the count of all `tokens`, add up to the whole.
+    """
+    return jnp.mean(z) / tokens
+
+
+def balance_loss(chosen: Float[Array, "l x"], probability: Float[Array, "l x"], tokens: Float[Array, ""]) -> Float[Array, ""]:
+    """Return the mean over layers of x * sum over experts of (choices per token) * (mean probability).
+
+    arXiv:2101.03961 eq. 4 to 6, times the choices per token; least, and equal to that number, when both are uniform.
+    `chosen` counts the choices of all `tokens`. It has no gradient, so where it is known beforehand the loss is linear
+    in `probability`: those of parts of the tokens add up to the whole (arXiv:2501.11873).
+    """
+    layers, experts = chosen.shape
+    return experts / layers * jnp.sum(jax.lax.stop_gradient(chosen) / tokens * (probability / tokens))
+
+
+def max_load(chosen: Float[Array, "l x"]) -> Float[Array, ""]:
+    """Return the largest share of a layer's choices that fell on one expert: 1/x when all are equal; 0 without any."""
+    return jnp.max(chosen / jnp.maximum(jnp.sum(chosen, axis=-1, keepdims=True), 1.0))
 
 
 def _on_mesh(arch: Arch, x: Array, shares: Array, choices: Array, weights: _Weights) -> Float[Array, "b s d"]:

@@ -39,14 +39,15 @@ class Prepared:
     """Share of the loss tokens that `rollout_rs` took out."""
 
 
-def batch_shape(config: Config, data_shards: int) -> PackShape:
-    """Return the static shape into which every mini-batch of the run fits."""
+def batch_shape(config: Config, data_shards: int, choices: tuple[int, int] | None = None) -> PackShape:
+    """Return the static shape into which every mini-batch of the run fits; `choices` is `Learner.replayed`."""
     sampler = config.sampler
     return pack_shape(
         pack_length=config.pack_length,
         longest_rollout=sampler.max_prompt_length + sampler.max_completion_length,
         num_rollouts=config.mini_batch_size * config.algorithm.num_generations,
         rows=config.train.micro_batch_size_per_device * data_shards,
+        choices=choices,
     )
 
 

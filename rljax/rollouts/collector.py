@@ -72,6 +72,7 @@ class _Episode:
     texts: list[str] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
     heard: list[StepResult] = field(default_factory=list)
+    choices: list[np.ndarray] = field(default_factory=list)
     replayed: int = 0
     finish_reason: str = "length"
     rollout: Rollout | None = None
@@ -254,6 +255,9 @@ class Collector:
     def _act(self, episode: _Episode, completion: Completion) -> None:
         """Take in one message of the model and tell the environment."""
         episode.append(completion.tokens.tolist(), Provenance.MODEL, completion.logp.tolist(), completion.version)
+        if completion.choices is not None:
+            # What an earlier turn computed stays: its tokens were drawn under those experts.
+            episode.choices.append(completion.choices[sum(map(len, episode.choices)) :])
         episode.finish_reason = completion.finish_reason
         episode.texts.append(self._tokenizer.decode(completion.tokens, skip_special=True))
         self._continue(episode)
@@ -272,6 +276,7 @@ class Collector:
             score=score_from(episode.replies),
             turns=len(episode.texts),
             text="\n".join(episode.texts),
+            choices=np.concatenate(episode.choices) if episode.choices else None,
         )
 
     def _refuse_failure(self, groups: Sequence[Group]) -> None:

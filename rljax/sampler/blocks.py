@@ -10,6 +10,7 @@ device. Refuses to own arrays and the order in which rollouts are served.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -24,12 +25,13 @@ def blocks_for(tokens: int) -> int:
 
 
 @dataclass(slots=True)
-class _Prompt:
-    """A stored prompt: its blocks, and per reader's place the slot that reads it."""
+class StoredPrompt:
+    """A stored prompt: its blocks, per reader's place the slot that reads it, and what was noted when it was computed."""
 
     tokens: tuple[int, ...]
     blocks: list[int]
     readers: list[int | None]
+    notes: Any = None
 
 
 class Pool:
@@ -84,8 +86,8 @@ class Ledger:
     """Blocks of the prompt pool."""
     own: Pool
     """Blocks of the own pool."""
-    _stored: dict[tuple[int, ...], list[_Prompt]] = field(default_factory=dict)
-    _place: dict[int, tuple[_Prompt, int]] = field(default_factory=dict)
+    _stored: dict[tuple[int, ...], list[StoredPrompt]] = field(default_factory=dict)
+    _place: dict[int, tuple[StoredPrompt, int]] = field(default_factory=dict)
     _blocks: dict[int, list[int]] = field(default_factory=dict)
     _start: dict[int, int] = field(default_factory=dict)
 
@@ -116,12 +118,22 @@ class Ledger:
             self._free_own(slot)
             return None
         if not joins:
-            self._stored.setdefault(prompt, []).append(_Prompt(prompt, blocks, [None] * self.readers))
+            self._stored.setdefault(prompt, []).append(StoredPrompt(prompt, blocks, [None] * self.readers))
         stored = next(stored for stored in self._stored[prompt] if None in stored.readers)
         place = stored.readers.index(None)
         stored.readers[place] = slot
         self._place[slot] = stored, place
         return blocks
+
+    def note(self, prompt: tuple[int, ...], notes: Any) -> None:
+        """Keep something beside a prompt that was just computed, as long as it is stored."""
+        for stored in self._stored[prompt]:
+            if stored.notes is None:  # several copies, made together, are equal
+                stored.notes = notes
+
+    def stored(self, slot: int) -> StoredPrompt:
+        """Return the prompt that the slot reads."""
+        return self._place[slot][0]
 
     def extend(self, slot: int, start: int, tokens: int) -> bool:
         """Give the slot blocks for so many own tokens, the first one at position `start`; False when there are too few."""

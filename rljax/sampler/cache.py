@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt, UInt32
 
 from rljax.mesh import DATA_AXES, data_shards, sharding
 from rljax.models.arch import Arch
@@ -66,6 +66,8 @@ class Progress:
     """Their log-probabilities under the distribution they were drawn from (nats)."""
     count: Int[Array, " b"]
     """How many tokens have been drawn."""
+    out_choices: UInt[Array, "b o l e"] | None
+    """Experts of the token that each was drawn from, per layer with experts; None unless they are recorded."""
 
 
 @pytree
@@ -98,6 +100,7 @@ def empty_slots(
     outputs: int,
     dtype: jnp.dtype,
     mesh: Mesh,
+    record_routing: bool = False,
 ) -> Slots:
     """Allocate idle slots, laid out on the mesh.
 
@@ -109,6 +112,7 @@ def empty_slots(
         outputs: Longest completion (tokens).
         dtype: Type of the cache.
         mesh: Devices.
+        record_routing: Whether there is room for the experts that tokens go to.
     """
     shards, heads, channels = data_shards(mesh), arch.num_kv_heads, arch.head_dim
 
@@ -117,6 +121,12 @@ def empty_slots(
         return tuple(
             Blocks(jnp.zeros((*size, channels, BLOCK), dtype), jnp.zeros((*size, BLOCK, channels), dtype)) for size in sizes
         )
+
+    def no_choices() -> Array | None:
+        if not record_routing:
+            return None
+        assert arch.experts is not None, "routing is that of experts"
+        return jnp.zeros((slots, outputs, *(arch.choices_per_token or ())), arch.experts.choice_dtype)
 
     def build() -> Slots:
         progress = Progress(
@@ -129,6 +139,7 @@ def empty_slots(
             out_tokens=jnp.zeros((slots, outputs), jnp.int32),
             out_logp=jnp.zeros((slots, outputs), jnp.float32),
             count=jnp.zeros(slots, jnp.int32),
+            out_choices=no_choices(),
         )
         return Slots(tuple(LayerCache(pool(prompt_arenas), pool(own_arenas)) for _ in range(arch.num_layers)), progress)
 

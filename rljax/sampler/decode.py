@@ -12,12 +12,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
 from rljax.mesh import DATA_AXES
 from rljax.models.arch import Arch
 from rljax.models.block import KeyValue
 from rljax.models.decoder import logits, merge
+from rljax.models.moe import Routing
 from rljax.pytree import Params, pytree
 from rljax.sampler.cache import LayerCache, Progress, Slots
 from rljax.sampler.paged import Tables, paged_attention, store_prompts
@@ -62,21 +63,33 @@ class Draw(NamedTuple):
     logp: Float[Array, " b"]
 
 
-def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Prompts) -> Slots:
-    """Compute the prompts' keys and values and store them in their blocks."""
+def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Prompts) -> tuple[Slots, UInt[Array, "a s l e"] | None]:
+    """Compute the prompts' keys and values and store them in their blocks; return the experts of their tokens, too.
+
+    The experts are None where `slots` has no room for such records.
+    """
     width = new.tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(width), new.tokens.shape)
     segments = (positions < new.lengths[:, None]).astype(jnp.int32)
-    _, fresh = merge(arch, params)(new.tokens, positions, segments, dtype=params["embed"].dtype)
-    assert not isinstance(fresh, KeyValue), "the sampler's parameters are in the separate layout"
+    record = slots.progress.out_choices is not None
+    out = merge(arch, params).forward(new.tokens, positions, segments, dtype=params["embed"].dtype, record_routing=record)
+    assert not isinstance(out.seen, KeyValue), "the sampler's parameters are in the separate layout"
     heads, rows = PartitionSpec(DATA_AXES, "tensor"), PartitionSpec(DATA_AXES)
     # Rows and the blocks they fill lie on the same data shard, so nothing leaves it.
     store = jax.shard_map(store_prompts, mesh=mesh, in_specs=(heads, heads, rows), out_specs=heads)
     cache = tuple(
         LayerCache(store(layer.prompt, prompts, new.blocks), layer.own)
-        for layer, prompts in zip(slots.cache, fresh, strict=True)
+        for layer, prompts in zip(slots.cache, out.seen, strict=True)
     )
-    return Slots(cache, slots.progress)
+    return Slots(cache, slots.progress), _choices(arch, out.routing)
+
+
+def _choices(arch: Arch, routing: Routing | None) -> UInt[Array, "a s l e"] | None:
+    """Return the experts of each token in the type they are kept in."""
+    if routing is None:
+        return None
+    assert arch.experts is not None, "routing is that of experts"
+    return jnp.moveaxis(routing.choices, 0, 2).astype(arch.experts.choice_dtype)
 
 
 def start(progress: Progress, new: Starts) -> Progress:
@@ -108,7 +121,8 @@ def _decode_step(arch: Arch, mesh: Mesh, params: Params, state: Slots, tables: T
     """Feed each slot's token and draw the next one."""
     decoder, dtype, now = merge(arch, params), params["embed"].dtype, state.progress
     attention = paged_attention(arch, mesh, tables, now.position, now.origin)
-    hidden, cache = decoder.continued(now.token[:, None], now.position[:, None], attention, state.cache, dtype=dtype)
+    fed, record = (now.token[:, None], now.position[:, None]), now.out_choices is not None
+    hidden, cache, routing = decoder.continued(*fed, attention, state.cache, dtype=dtype, record_routing=record)
     drawn = draw(logits(decoder, hidden[:, 0]), now.temperature, uniforms(now.draw_key, now.position + 1))
     active = now.remaining > 0
     ended = jnp.any(drawn.token[:, None] == stop_ids[None, :], axis=1)
@@ -121,8 +135,21 @@ def _decode_step(arch: Arch, mesh: Mesh, params: Params, state: Slots, tables: T
         out_tokens=jnp.where(written, drawn.token[:, None], now.out_tokens),
         out_logp=jnp.where(written, drawn.logp[:, None], now.out_logp),
         count=jnp.where(active, now.count + 1, now.count),
+        out_choices=_with_choices(now, active, _choices(arch, routing)),
     )
     return Slots(cache, progress)
+
+
+def _with_choices(now: Progress, active: Bool[Array, " b"], choices: UInt[Array, "b 1 l e"] | None) -> Array | None:
+    """Record the experts of the token that each active slot was fed."""
+    if now.out_choices is None or choices is None:
+        return None
+
+    def write(record: Array, at: Array, fed: Array) -> Array:
+        return record.at[at].set(fed[0], mode="drop")
+
+    # In place, unlike a selection over the whole record, which is large.
+    return jax.vmap(write)(now.out_choices, jnp.where(active, now.count, now.out_choices.shape[1]), choices)
 
 
 def uniforms(draw_key: UInt32[Array, "b 2"], position: Int[Array, " b"]) -> Float[Array, " b"]:

@@ -95,6 +95,7 @@ class Engine:
         readers: int,
         decode_chunk_steps: int,
         dtype: Any,
+        record_routing: bool = False,
     ):
         """Allocate the cache; programs compile on first use.
 
@@ -110,10 +111,14 @@ class Engine:
             readers: Rollouts that share one stored prompt.
             decode_chunk_steps: Decode steps between two looks by the host.
             dtype: Type of parameters and products, and of the cache except on CPUs, where it is float32.
+            record_routing: Whether completions tell to which experts their tokens went.
 
         Raises:
-            ValueError: slots do not divide over the mesh, nothing ends a completion, or the cache is too small.
+            ValueError: slots do not divide over the mesh, nothing ends a completion, the cache is too small, or the model has
+                no experts whose choice could be recorded.
         """
+        if record_routing and arch.experts is None:
+            raise ValueError("algorithm.routing_replay is for models with experts, and this model has none; set it to false")
         self.shards = data_shards(mesh)
         if slots % self.shards:
             raise ValueError(f"sampler.slots ({slots}) must be a multiple of mesh.replica x mesh.fsdp ({self.shards})")
@@ -132,10 +137,11 @@ class Engine:
         self._ledgers = [Ledger(self.shards, self._readers, Pool(prompt_arenas), Pool(own_arenas)) for _ in range(self.shards)]
         # XLA:CPU writes into a bfloat16 array by converting all of it to float32 and back.
         cache_dtype = jnp.dtype("float32" if mesh.devices.flat[0].platform == "cpu" else dtype)
-        self._state: Slots = empty_slots(arch, slots, prompt_arenas, own_arenas, max_completion_length, cache_dtype, mesh)
+        sizes = slots, prompt_arenas, own_arenas, max_completion_length
+        self._state: Slots = empty_slots(arch, *sizes, cache_dtype, mesh, record_routing)
         # The slots are donated: a program that copied the cache instead of updating it would double the memory.
         layout = slots_sharding(mesh)
-        self._fill = jax.jit(partial(fill, arch, mesh), donate_argnums=1, out_shardings=layout)
+        self._fill = jax.jit(partial(fill, arch, mesh), donate_argnums=1, out_shardings=(layout, self._row_sharding))
         self._start = jax.jit(start, donate_argnums=0, out_shardings=layout.progress)
         self._decode = jax.jit(partial(decode_chunk, arch, mesh, decode_chunk_steps), donate_argnums=1, out_shardings=layout)
         self._params: Params | None = None
@@ -207,15 +213,16 @@ class Engine:
         ended = [slot for slot in self._running if remaining[slot] == 0]
         if not ended:
             return []
-        tokens, logps = jax.device_get((progress.out_tokens, progress.out_logp))
+        tokens, logps, experts = jax.device_get((progress.out_tokens, progress.out_logp, progress.out_choices))
         stops = set(np.asarray(self._stop_ids).tolist())
         done = []
         for slot in ended:
+            choices = None if experts is None else self._with_prompt(slot, experts[slot, : counts[slot]])
             running = self._vacate(slot)
             drawn = tokens[slot, : counts[slot]].copy()
             reason = "stop" if int(drawn[-1]) in stops else "length"
             logp = logps[slot, : counts[slot]].copy()
-            done.append((running.request.ticket, Completion(drawn, logp, running.version, reason)))
+            done.append((running.request.ticket, Completion(drawn, logp, running.version, reason, choices)))
         return done
 
     def stream(self, request: Request) -> Iterator[np.ndarray]:
@@ -278,7 +285,10 @@ class Engine:
                 seated += 1
             if any(rows):
                 assert self._params is not None
-                self._state = self._fill(self._params, self._state, self._prompts(rows, width))
+                self._state, choices = self._fill(self._params, self._state, self._prompts(rows, width))
+                for shard, prompts in enumerate(rows if choices is not None else ()):
+                    for row, (prompt, _) in enumerate(prompts, shard * self._rows):
+                        self._ledgers[shard].note(prompt, (choices, row))
             if not seated:
                 break
         return starting
@@ -300,6 +310,15 @@ class Engine:
                 rows[shard].append((prompt, blocks))
             return shard * self._per_shard + heapq.heappop(self._free[shard])
         return None
+
+    def _with_prompt(self, slot: int, fed: np.ndarray) -> np.ndarray:
+        """Put the experts of the slot's stored prompt before those of the tokens it was fed: its last one, and what it drew."""
+        shard, local = divmod(slot, self._per_shard)
+        stored = self._ledgers[shard].stored(local)
+        if not stored.tokens:
+            return fed.copy()
+        choices, row = stored.notes
+        return np.concatenate([np.asarray(choices)[row, : len(stored.tokens)], fed])
 
     def _make_room(self) -> set[int]:
         """Give running rollouts blocks for the next chunk; send the youngest of a data shard back when there are none.

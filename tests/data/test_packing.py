@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -232,3 +233,20 @@ def test_rollouts_that_cannot_be_packed_are_named():
         pack([rollout([1, 2, 3, 4], [P, M, M, M], attempt=5)], *one, shape, mask_truncated=False)
     with pytest.raises(ValueError, match="starts with a model token"):
         pack([rollout([1, 2], [M, M])], *one, shape, mask_truncated=False)
+
+
+def test_experts_stand_with_their_tokens_and_what_nobody_recorded_is_marked():
+    first = rollout([5, 6, 1, 2, 3], [P, P, M, M, M])
+    second = rollout([5, 6, 4, 8], [P, P, M, E], attempt=1)  # ends with a token of the environment
+    choices = [np.arange(n * 4, dtype=np.uint8).reshape(n, 2, 2) + start for n, start in ((4, 0), (2, 100))]
+    rollouts = [dataclasses.replace(r, choices=c) for r, c in zip((first, second), choices, strict=True)]
+    shape = pack_shape(pack_length=9, longest_rollout=5, num_rollouts=2, rows=1, choices=(2, 2))
+    ones = np.ones(2, np.float32)
+    batch = pack(rollouts, ones, ones, np.ones(2, bool), shape, mask_truncated=False)
+    assert batch.choices is not None
+    assert batch.choices.shape == (2, 1, 9, 2, 2)
+    assert batch.tokens[0, 0].tolist() == [5, 6, 1, 2, 3, 4, 8, 0, 0]
+    # The prompt is the first one's, the last tokens of both went nowhere, and the second's draw has none either.
+    assert batch.choices[0, 0, :, 0, 0].tolist() == [0, 4, 8, 12, -1, -1, -1, -1, -1]
+    assert (batch.choices[1] == -1).all()
+    assert packed([first, second]).choices is None

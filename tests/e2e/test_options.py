@@ -7,7 +7,7 @@ import pytest
 
 from rljax.presets import PRESETS
 from tests.e2e.processes import Server
-from tests.tiny_run import metric_rows, overrides, param_bits, rollout_rows, step_metrics
+from tests.tiny_run import metric_rows, overrides, param_bits, rollout_rows, step_metrics, tiny_experts_checkpoint
 
 
 def test_every_option_is_read(server: Server, tmp_path: Path) -> None:
@@ -33,6 +33,8 @@ FROM = {  # what a case is compared with, when it needs more than the common opt
         *("sampler.dtype=bfloat16", "algorithm.rollout_rs=token"),
         *("algorithm.rollout_rs_threshold=1.0005", "algorithm.rollout_rs_threshold_lower=0.9995"),
     ),
+    "experts": (),
+    "experts-gap": ("sampler.dtype=bfloat16",),
     "cosine": ("optimizer.schedule=cosine", "optimizer.decay_steps=4"),
 }
 CHANGES = {
@@ -92,6 +94,9 @@ CHANGES = {
     "algorithm.rollout_is=none": "gap",
     "algorithm.rollout_is_threshold=0.5": "gap",
     "algorithm.mask_truncated_completions=true": "",
+    "algorithm.routing_replay=true": "experts-gap",
+    "algorithm.router_z_loss_coef=0.1": "experts",
+    "algorithm.router_balance_loss_coef=0.1": "experts",
     "optimizer.learning_rate=0.02": "",
     "optimizer.schedule=linear": "cosine",
     "optimizer.decay_steps=5": "cosine",
@@ -113,6 +118,12 @@ def baselines() -> dict[str, Path]:
     return {}
 
 
+def options_of(name: str) -> tuple[str, ...]:
+    """Return the options that the runs of a comparison share."""
+    experts = (f"model.checkpoint={tiny_experts_checkpoint()}",) if name.startswith("experts") else ()
+    return *FROM.get(name, ()), *experts
+
+
 def run_of(server: Server, folder: Path, *options: str) -> Path:
     assert server.run(["train", *overrides(folder, *COMMON, *options)]) == 0, server.output
     return folder
@@ -125,9 +136,9 @@ def test_an_option_changes_what_is_trained(
 ) -> None:
     name = CHANGES[change]
     if name not in baselines:
-        baselines[name] = run_of(server, tmp_path_factory.mktemp("from") / "run", *FROM.get(name, ()))
+        baselines[name] = run_of(server, tmp_path_factory.mktemp("from") / "run", *options_of(name))
     more = ["train.steps=4", "checkpoint.every=2"] if "mini_batch" in change else []
-    changed = run_of(server, tmp_path_factory.mktemp("to") / "run", *FROM.get(name, ()), change, *more)
+    changed = run_of(server, tmp_path_factory.mktemp("to") / "run", *options_of(name), change, *more)
     assert param_bits(changed / "model") != param_bits(baselines[name] / "model")
     if not change.startswith(
         (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.processes import Server
-from tests.tiny_run import metric_rows, overrides, param_bits, rollout_rows, state_bits, step_metrics
+from tests.tiny_run import metric_rows, overrides, param_bits, rollout_rows, state_bits, step_metrics, tiny_experts_checkpoint
 
 
 def trained(server: Server, run: Path, *options: str, code: int = 0) -> Path:
@@ -32,6 +32,25 @@ def test_later_updates_on_a_batch_are_against_the_policy_at_its_start(server: Se
     assert list(rollout_rows(run)) == [f"step_{step:08d}.jsonl" for step in (1, 3, 5)]
     versions = {version for rows in rollout_rows(run).values() for row in rows for version in row["versions"]}
     assert versions == {-1, 0, 2, 4}
+
+
+@pytest.mark.slow
+def test_experts_are_replayed_in_conversations_and_their_routers_are_watched(server: Server, tmp_path: Path) -> None:
+    options = (
+        *(f"model.checkpoint={tiny_experts_checkpoint()}", "env.name=tests.worlds:Dialogue", "sampler.max_prompt_length=96"),
+        *("algorithm.routing_replay=true", "algorithm.router_z_loss_coef=0.01", "algorithm.router_balance_loss_coef=0.01"),
+        *("algorithm.num_iterations=2", "algorithm.beta=0.1", "sampler.cache_tokens=640"),
+    )
+    run = trained(server, tmp_path / "run", *options)
+    again = trained(server, tmp_path / "again", *options, "train.steps=2")
+    trained(server, again, *options)  # continues
+    assert param_bits(again / "model") == param_bits(run / "model")
+    for row in step_metrics(run).values():
+        assert row["gap/logp_max"] < 1e-4
+        assert 1.9 < row["router/balance_loss"] < 4.0
+        assert 0.25 <= row["router/max_load"] <= 0.5
+        assert row["loss/total"] != row["loss/policy"]
+    assert {row["turns"] for rows in rollout_rows(run).values() for row in rows} == {2}
 
 
 def test_evaluation_changes_nothing(server: Server, tmp_path: Path) -> None:

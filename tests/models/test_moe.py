@@ -15,7 +15,7 @@ from rljax.config import MeshConfig
 from rljax.mesh import LEARNER_RULES, build_mesh, param_shardings
 from rljax.models import decoder
 from rljax.models.arch import Arch, Experts, Rope
-from rljax.models.moe import Routing, balance_loss, grouped_matmul, z_loss
+from rljax.models.moe import Routing, balance_loss, grouped_matmul, max_load, router_sums, z_loss
 from rljax.pytree import Params
 
 F32 = jnp.dtype("float32")
@@ -105,32 +105,92 @@ def test_a_replay_of_fewer_experts_leaves_the_others_without_gradient() -> None:
     assert np.abs(gradient["router"]).max() > 0
 
 
-def test_the_balance_loss_is_the_references() -> None:
-    rng = np.random.default_rng(0)
-    logits = rng.normal(size=(2, 3, 7, 5)).astype(np.float32)
-    mask = rng.random((3, 7)) < 0.7
-    choices = np.argsort(-logits, -1)[..., :2]
-    ours = balance_loss(Routing(jnp.asarray(choices), jnp.asarray(logits)), jnp.asarray(mask))
-    theirs = load_balancing_loss_func(
-        tuple(torch.tensor(layer.reshape(-1, 5)) for layer in logits), 5, 2, torch.tensor(mask.astype(np.float32))
+def losses(routing: Routing, weight: Any) -> tuple[float, float, float]:
+    """Return z-loss, balance loss and largest load of the tokens with a weight."""
+    weight = jnp.asarray(weight, jnp.int32)
+    sums, tokens = router_sums(routing, weight), jnp.sum(weight).astype(jnp.float32)
+    return (
+        float(z_loss(sums.z, tokens)),
+        float(balance_loss(sums.chosen, sums.probability, tokens)),
+        float(max_load(sums.chosen)),
     )
-    assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
-    uniform = Routing(jnp.asarray(choices), jnp.zeros_like(jnp.asarray(logits)))
-    assert float(balance_loss(uniform, jnp.asarray(mask))) == pytest.approx(2, rel=1e-5)
+
+
+def some_routing(seed: int = 0) -> Routing:
+    logits = np.random.default_rng(seed).normal(size=(2, 3, 7, 5)).astype(np.float32)
+    return Routing(jnp.asarray(np.argsort(-logits, -1)[..., :2]), jnp.asarray(logits))
+
+
+def test_the_balance_loss_is_the_mean_of_the_references_for_each_layer() -> None:
+    routing, weight = some_routing(), np.random.default_rng(1).integers(0, 3, (3, 7))
+    layers = np.asarray(routing.logits).reshape(2, -1, 5)
+    # A token that counts twice is given twice.
+    repeated = [np.repeat(layer, weight.ravel(), axis=0) for layer in layers]
+    theirs = np.mean([float(load_balancing_loss_func((torch.tensor(layer),), 5, 2)) for layer in repeated])
+    assert losses(routing, weight)[1] == pytest.approx(theirs, rel=1e-5)
+    uniform = routing._replace(logits=jnp.zeros_like(routing.logits))
+    assert losses(uniform, weight)[1] == pytest.approx(2, rel=1e-5)
+
+
+def test_layers_that_favour_different_experts_are_not_balanced_by_each_other() -> None:
+    choices = jnp.broadcast_to(jnp.array([0, 1])[:, None, None, None], (2, 3, 7, 1))
+    routing = Routing(choices, 100 * jax.nn.one_hot(choices[..., 0], 2))
+    _, balance, load = losses(routing, np.ones((3, 7)))
+    assert (balance, load) == (pytest.approx(2), 1.0)
 
 
 def test_the_z_loss_is_the_mean_square_of_the_log_partition_sum() -> None:
-    logits, mask = np.random.default_rng(0).normal(size=(2, 3, 7, 5)), np.arange(7) < np.array([[7], [3], [0]])
-    expected = np.mean([np.log(np.exp(layer[mask]).sum(-1)) ** 2 for layer in logits])
-    assert float(z_loss(jnp.asarray(logits, jnp.float32), jnp.asarray(mask))) == pytest.approx(expected, rel=1e-5)
+    routing, weight = some_routing(), np.random.default_rng(1).integers(0, 3, (3, 7))
+    square = np.log(np.exp(np.asarray(routing.logits, np.float64)).sum(-1)) ** 2
+    expected = (square * weight).sum() / (2 * weight.sum())
+    assert losses(routing, weight)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_tokens_without_weight_count_in_nothing_whatever_their_scores() -> None:
+    routing, weight = some_routing(), np.arange(7) < np.array([[7], [3], [0]])
+
+    def gradient(logits: Any) -> Any:
+        def total(logits: Any) -> Any:
+            sums = router_sums(routing._replace(logits=logits), jnp.asarray(weight, jnp.int32))
+            return jnp.sum(sums.z) + jnp.sum(sums.probability**2)
+
+        return jax.grad(total)(logits)
+
+    broken = jnp.where(jnp.asarray(weight)[None, ..., None], routing.logits, jnp.nan)
+    assert losses(routing._replace(logits=broken), weight) == losses(routing, weight)
+    assert np.array_equal(gradient(broken), gradient(routing.logits))
+    assert not np.asarray(gradient(broken))[:, ~weight].any()
+
+
+def test_the_largest_load_is_that_of_the_worst_layer() -> None:
+    choices = jnp.array([[[[0, 1], [0, 2]]], [[[0, 1], [2, 3]]]])
+    assert losses(Routing(choices, jnp.zeros((2, 1, 2, 4))), np.ones((1, 2)))[2] == 0.5
+
+
+def test_tokens_without_a_record_go_where_their_router_sends_them() -> None:
+    first, second = random_params(0), random_params(1)
+    recorded, own = forward(first).routing, forward(second).routing
+    assert recorded is not None
+    assert own is not None
+    known = np.random.default_rng(0).random(IDS.shape) < 0.5
+    partly = np.where(known[None, ..., None], recorded.choices, -1)
+    for separate in (False, True):
+        mixed = forward(second, jnp.asarray(partly), separate=separate).routing
+        assert mixed is not None
+        assert np.array_equal(np.asarray(mixed.choices)[:, known], np.asarray(recorded.choices)[:, known])
+        # The first layer with experts sees what it would have seen without any record.
+        assert np.array_equal(np.asarray(mixed.choices)[0, ~known], np.asarray(own.choices)[0, ~known])
+    nothing = forward(second, jnp.full_like(recorded.choices, -1))
+    assert np.array_equal(nothing.hidden, forward(second).hidden)
 
 
 def value_and_gradient(params: Params) -> Any:
     def loss(params: Params) -> Any:
         out = decoder.merge(ARCH, params).forward(*map(jnp.asarray, ROWS), dtype=F32, remat="dots", record_routing=True)
         assert out.routing is not None
-        mask = jnp.ones(IDS.shape, bool)
-        return jnp.mean(out.hidden**3) + 0.1 * balance_loss(out.routing, mask) + 0.01 * z_loss(out.routing.logits, mask)
+        sums, tokens = router_sums(out.routing, jnp.ones(IDS.shape, jnp.int32)), jnp.float32(IDS.size)
+        balance = balance_loss(sums.chosen, sums.probability, tokens)
+        return jnp.mean(out.hidden**3) + 0.1 * balance + 0.01 * z_loss(sums.z, tokens)
 
     return jax.value_and_grad(loss)(params)
 

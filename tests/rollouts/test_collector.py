@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,18 @@ class ScriptedEngine(Engine):
     def abort(self) -> None:
         """Forget everything."""
         self._open = []
+
+
+class RecordingEngine(ScriptedEngine):
+    """Says that every token went to the expert whose number is the length of the prompt it was computed for."""
+
+    def poll(self) -> list[tuple[Any, Completion]]:
+        """Answer every request."""
+        prompts = {request.ticket: len(request.prompt) for request in self._open}
+        return [
+            (ticket, replace(done, choices=np.full((prompts[ticket] + len(done.tokens) - 1, 2, 1), prompts[ticket], np.uint8)))
+            for ticket, done in super().poll()
+        ]
 
 
 def _completion(tokens: Sequence[int]) -> Completion:
@@ -213,6 +226,22 @@ def test_long_conversations_keep_their_books(tokenizer: Tokenizer, tmp_path: Pat
         assert (rollout.logp_behavior != 0).tolist() == rollout.mask.tolist()
         assert rollout.turns in range(1, 5)
     assert any(rollout.turns == 4 for rollout in rollouts(groups))
+
+
+@pytest.mark.parametrize("world", ["Dialogue", "Forgetful"])
+def test_experts_are_those_of_the_turn_that_first_computed_a_token(tokenizer: Tokenizer, tmp_path: Path, world: str) -> None:
+    engine = RecordingEngine(lambda request: letters(tokenizer, "abc"))
+    options = {"turns": 3, "answer": "Go."} if world == "Dialogue" else {"trace": str(tmp_path)}
+    with collecting(tokenizer, tmp_path, engine, world, options) as collector:
+        groups = collect(collector)
+    for rollout in rollouts(groups):
+        prompts = [len(r.prompt) for r in engine.asked if r.ticket[:2] == (rollout.task_id, rollout.attempt)]  # type: ignore[index]
+        assert len(prompts) == rollout.turns >= 2
+        # A turn feeds its prompt and what it draws, but the last: that one the next turn computes.
+        fed = np.diff([0, *(prompt + 3 - 1 for prompt in prompts)])
+        assert rollout.choices is not None
+        assert rollout.choices.shape == (len(rollout.tokens) - 1, 2, 1)
+        assert rollout.choices[:, 1, 0].tolist() == np.repeat(prompts, fed).tolist()
 
 
 def test_what_fails_once_is_tried_again_and_not_sampled_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
