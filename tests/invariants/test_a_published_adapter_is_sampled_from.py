@@ -33,7 +33,7 @@ def test_the_samplers_log_probabilities_are_the_learners(mode: str) -> None:
     learner = lora_learner()
     assert learner.lora is not None
     base, adapter = placed(learner, host_params()), first_state(learner, host_adapter(learner.lora)).params
-    engine, requests = engine_of(), some_requests(4, temperature=0.7)
+    engine, requests = engine_of(), some_requests(4, 8, temperature=0.7)
     publish = publisher(ARCH, learner.mesh, "float32", learner.lora, mode == "separate")
     engine.set_weights(publish(adapter, base), 1)
     batch = batch_of(learner, rollouts_of(requests, run(engine, requests)))
@@ -44,7 +44,7 @@ def test_the_samplers_log_probabilities_are_the_learners(mode: str) -> None:
     without = np.asarray(learner.score(None, scored, base))[batch.mask]
     assert np.abs(found - without).max() > 1, "an adapter that was not bound would show"
 
-    greedy = some_requests(3, attempts=1, temperature=0.0)
+    greedy = some_requests(2, attempts=1, temperature=0.0)
     done = run(engine, greedy)
     for asked in greedy:
         assert_greedy(learner, base, adapter, asked.prompt, done[asked.ticket].tokens)
@@ -54,8 +54,13 @@ def assert_greedy(learner: Any, base: Any, adapter: Any, prompt: tuple[int, ...]
     """Every drawn token is the likeliest one of the learner's forward pass."""
     tokens = jnp.asarray([*prompt, *drawn.tolist()])[None]
     positions = jnp.arange(tokens.shape[1])[None]
-    model = merge(ARCH, attach(base, adapter, learner.lora))
-    out = logits(model, model(tokens, positions, positions * 0 + 1, dtype=jnp.dtype("float32"))[0])
+
+    @jax.jit
+    def forward(base: Any, adapter: Any) -> jax.Array:
+        model = merge(ARCH, attach(base, adapter, learner.lora))
+        return logits(model, model(tokens, positions, positions * 0 + 1, dtype=jnp.dtype("float32"))[0])
+
+    out = forward(base, adapter)
     assert np.asarray(out[0, len(prompt) - 1 : -1].argmax(-1)).tolist() == drawn.tolist()
 
 
