@@ -9,6 +9,9 @@ layout of a batch on the mesh. Refuses to own the loss itself, packing and the o
             clip, update, donate the old state
     score:  the same forward pass, without the loss
 
+With an adapter, the state is the adapter's alone: gradients and moments exist for its factors only. The base it belongs
+to is passed beside the state and never given up; without the adapter it is the reference policy.
+
 An array of [rows, positions, vocabulary] never exists: log-probabilities are made in chunks.
 """
 
@@ -29,10 +32,11 @@ from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.learner.optimizer import Optimizer
 from rljax.learner.routers import count_tokens, no_sums, router_loss, router_metrics, token_copies
-from rljax.learner.state import TrainState, abstract_state, first_reference, next_reference
+from rljax.learner.state import TrainState, abstract_state, first_reference, learner_params, next_reference
 from rljax.mesh import DATA_AXES, constrain, sharding
 from rljax.models.arch import Arch
 from rljax.models.decoder import Decoder, Forward, decaying, merge
+from rljax.models.lora import attach, dropout_key, init_adapter, merged, spec_of
 from rljax.models.moe import Routing, chosen_sums, router_sums
 from rljax.pytree import Params, pytree
 
@@ -98,7 +102,11 @@ class Learner:
         self.replayed = arch.choices_per_token if algorithm.routing_replay else None
         """Layers with experts, and choices in each of them, that its batches hold; None without replay."""
         self.arch, self.mesh, self.config = arch, mesh, config
-        self.optimizer = Optimizer(config.optimizer, lambda _: decaying(arch))
+        self.lora = spec_of(arch, config.lora)
+        """What adapters are; None where the parameters themselves are trained."""
+        self.optimizer = Optimizer(config.optimizer, self._decaying)
+        self.abstract_model = learner_params(arch, mesh, config.model.param_dtype)
+        """Shapes, types and shardings of a whole model: of what is trained, or of the base of an adapter."""
         self.abstract_state = abstract_state(arch, mesh, config, self.optimizer)
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         self._layout = layout
@@ -109,9 +117,25 @@ class Learner:
         self._step = jax.jit(partial(_train_step, self), donate_argnums=0, out_shardings=(layout, None))
         self._score = jax.jit(partial(_score, self))
 
+    def _decaying(self, params: Params) -> Params:
+        """Return which of the trained parameters weight decay is for; of an adapter all, since they are matrices."""
+        return decaying(self.arch) if self.lora is None else jax.tree.map(lambda _: True, params)
+
     def init(self, params: Params) -> TrainState:
-        """Return the state before the first step; `params` become part of it."""
+        """Return the state before the first step; `params`, of a model or an adapter, become part of it."""
         return TrainState(params, self._init(params), *self._init_reference(params))
+
+    def first_adapter(self) -> Params:
+        """Return an adapter that changes nothing yet."""
+        assert self.lora is not None, "there is an adapter only where lora.rank is above 0"
+        draw = partial(init_adapter, self.arch, self.lora, self.config.run.seed)
+        return jax.jit(draw, out_shardings=self._layout.params)()
+
+    def merged(self, adapter: Params, base: Params) -> Params:
+        """Return a model of its own: the base with the adapter merged into it, in the type of the base."""
+        assert self.lora is not None, "there is an adapter only where lora.rank is above 0"
+        layout = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_model)
+        return jax.jit(partial(merged, self.arch, spec=self.lora), out_shardings=layout)(params=base, adapter=adapter)
 
     def put(self, batch: Batch) -> DeviceBatch:
         """Lay a packed batch on the mesh."""
@@ -130,6 +154,7 @@ class Learner:
         batch: DeviceBatch,
         logp_prox: Float[Array, "m r j"] | None = None,
         logp_ref: Float[Array, "m r j"] | None = None,
+        base: Params | None = None,
     ) -> tuple[TrainState, StepOutput]:
         """Update the state (which is donated) on one batch.
 
@@ -139,17 +164,35 @@ class Learner:
             logp_prox: Log-probabilities under the policy at the start of the update, from `score`. None when the batch
                 is used for a single update: then they are the current ones, and every ratio is 1 by construction.
             logp_ref: Log-probabilities under the reference policy; needed when `beta` is above 0.
+            base: The model that the state is an adapter of; it stays as it is.
+        """
+        assert (base is None) == (self.lora is None), "an adapter is trained beside its base, a model on its own"
+        with jax.set_mesh(self.mesh):
+            return self._step(state, batch, logp_prox, logp_ref, base)
+
+    def score(self, trained: Params | None, batch: DeviceBatch, base: Params | None = None) -> Float[Array, "m r j"]:
+        """Return the log-probability of every scored token of the batch (nats); 0 in filler slots.
+
+        Args:
+            trained: The policy's parameters, or its adapter of `base`; None for the base as it is.
+            batch: Packed rollouts.
+            base: The model that an adapter belongs to.
         """
         with jax.set_mesh(self.mesh):
-            return self._step(state, batch, logp_prox, logp_ref)
-
-    def score(self, params: Params, batch: DeviceBatch) -> Float[Array, "m r j"]:
-        """Return the log-probability of every scored token of the batch (nats); 0 in filler slots."""
-        with jax.set_mesh(self.mesh):
-            return self._score(params, batch)
+            return self._score(trained, batch, base)
 
 
-def _decode(learner: Learner, decoder: Decoder, micro: DeviceBatch) -> Forward:
+def _policy(learner: Learner, trained: Params | None, base: Params | None, key: Array | None = None) -> Params:
+    """Return the parameters that the decoder takes, with an adapter unmerged."""
+    if base is None or trained is None:
+        policy = trained if base is None else base
+        assert policy is not None, "a policy has parameters, or a base"
+        return policy
+    assert learner.lora is not None, "a base has adapters where lora.rank is above 0"
+    return attach(base, trained, learner.lora, key)
+
+
+def _decode(learner: Learner, decoder: Decoder, micro: DeviceBatch, dropout: float = 0.0) -> Forward:
     """Run the decoder over one micro-batch, with the sampler's experts where they are known."""
     model, choices = learner.config.model, micro.choices
     return decoder.forward(
@@ -157,19 +200,20 @@ def _decode(learner: Learner, decoder: Decoder, micro: DeviceBatch) -> Forward:
         parents=micro.parents,
         dtype=jnp.dtype(model.compute_dtype),
         remat=model.remat,
+        dropout=dropout,
         choices=None if choices is None else jnp.moveaxis(choices, 2, 0).astype(jnp.int32),
         record_routing=True,  # what nobody uses is not computed
     )
 
 
-def _forward(learner: Learner, params: Params, micro: DeviceBatch) -> tuple[Array, Array, Routing | None]:
+def _forward(learner: Learner, params: Params, micro: DeviceBatch, dropout: float = 0.0) -> tuple[Array, Array, Routing | None]:
     """Return log-probability and entropy of each scored token of one micro-batch, and the routing of all its tokens.
 
     Shared by loss and scoring.
     """
     config = learner.config
     decoder = merge(learner.arch, params)
-    hidden, _, routing = _decode(learner, decoder, micro)
+    hidden, _, routing = _decode(learner, decoder, micro, dropout)
     picked = constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), DATA_AXES)
     logp, entropy = token_logprobs(
         picked,
@@ -205,13 +249,19 @@ def _chosen(learner: Learner, params: Params, batch: DeviceBatch) -> Float[Array
 
 
 def _train_step(
-    learner: Learner, state: TrainState, batch: DeviceBatch, logp_prox: Array | None, logp_ref: Array | None
+    learner: Learner,
+    state: TrainState,
+    batch: DeviceBatch,
+    logp_prox: Array | None,
+    logp_ref: Array | None,
+    base: Params | None = None,
 ) -> tuple[TrainState, StepOutput]:
-    algorithm = learner.config.algorithm
-    tokens, chosen = count_tokens(batch.segments, batch.parents), _chosen(learner, state.params, batch)
+    algorithm, dropout, seed = learner.config.algorithm, learner.config.lora.dropout, learner.config.run.seed
+    tokens, chosen = count_tokens(batch.segments, batch.parents), _chosen(learner, _policy(learner, state.params, base), batch)
 
-    def loss(params: Params, micro: DeviceBatch, prox: Array | None, ref: Array | None) -> tuple[Array, Any]:
-        logp, entropy, routing = _forward(learner, params, micro)
+    def loss(params: Params, index: Array, micro: DeviceBatch, prox: Array | None, ref: Array | None) -> tuple[Array, Any]:
+        key = dropout_key(seed, state.optimizer.updates, index) if dropout else None
+        logp, entropy, routing = _forward(learner, _policy(learner, params, base, key), micro, dropout)
         current = jax.lax.stop_gradient(logp)
         prox = current if prox is None else prox
         known = (micro.mask, micro.advantage, micro.weight, micro.logp_behavior, prox, micro.rollout, ref)
@@ -225,7 +275,7 @@ def _train_step(
     def body(index: Array, carry: tuple[Any, Any, Array]) -> tuple[Any, Any, Array]:
         grads, (metrics, router), logps = carry
         micro, prox, ref = jax.tree.map(lambda leaf: _micro(leaf, index), (batch, logp_prox, logp_ref))
-        (_, (found, logp, sums)), fresh = jax.value_and_grad(loss, has_aux=True)(state.params, micro, prox, ref)
+        (_, (found, logp, sums)), fresh = jax.value_and_grad(loss, has_aux=True)(state.params, index, micro, prox, ref)
         logps = jax.lax.dynamic_update_index_in_dim(logps, logp, index, 0)
         added = combine_metrics(metrics, found), jax.tree.map(jnp.add, router, sums)
         return jax.tree.map(jnp.add, grads, fresh), added, logps
@@ -244,7 +294,9 @@ def _train_step(
     return TrainState(update.params, update.state, reference, beta), output
 
 
-def _score(learner: Learner, params: Params, batch: DeviceBatch) -> Float[Array, "m r j"]:
+def _score(learner: Learner, trained: Params | None, batch: DeviceBatch, base: Params | None) -> Float[Array, "m r j"]:
+    params = _policy(learner, trained, base)
+
     def body(index: Array, logps: Array) -> Array:
         micro = jax.tree.map(lambda leaf: _micro(leaf, index), batch)
         logp, _, _ = _forward(learner, params, micro)
