@@ -45,6 +45,18 @@ class LayerCache(NamedTuple):
 
 
 @pytree
+class Report:
+    """What the model itself thinks of each drawn token: temperature 1, nothing added or left out (nats)."""
+
+    chosen: Float[Array, "b o"]
+    """Log-probability of the token."""
+    ids: Int[Array, "b o n"]
+    """The most likely tokens in its place, most likely first."""
+    logp: Float[Array, "b o n"]
+    """Their log-probabilities."""
+
+
+@pytree
 class Progress:
     """How far each rollout is, one entry per slot."""
 
@@ -66,6 +78,8 @@ class Progress:
     """Their log-probabilities under the distribution they were drawn from (nats)."""
     count: Int[Array, " b"]
     """How many tokens have been drawn."""
+    report: Report | None
+    """More about them, in engines that report it."""
 
 
 @pytree
@@ -98,6 +112,7 @@ def empty_slots(
     outputs: int,
     dtype: jnp.dtype,
     mesh: Mesh,
+    logprobs: int | None = None,
 ) -> Slots:
     """Allocate idle slots, laid out on the mesh.
 
@@ -109,6 +124,7 @@ def empty_slots(
         outputs: Longest completion (tokens).
         dtype: Type of the cache.
         mesh: Devices.
+        logprobs: Most likely tokens that are reported at each position; None for no report.
     """
     shards, heads, channels = data_shards(mesh), arch.num_kv_heads, arch.head_dim
 
@@ -129,10 +145,16 @@ def empty_slots(
             out_tokens=jnp.zeros((slots, outputs), jnp.int32),
             out_logp=jnp.zeros((slots, outputs), jnp.float32),
             count=jnp.zeros(slots, jnp.int32),
+            report=None if logprobs is None else _empty_report(slots, outputs, logprobs),
         )
         return Slots(tuple(LayerCache(pool(prompt_arenas), pool(own_arenas)) for _ in range(arch.num_layers)), progress)
 
     return jax.jit(build, out_shardings=slots_sharding(mesh))()
+
+
+def _empty_report(slots: int, outputs: int, logprobs: int) -> Report:
+    likely = (slots, outputs, logprobs)
+    return Report(jnp.zeros((slots, outputs), jnp.float32), jnp.zeros(likely, jnp.int32), jnp.zeros(likely, jnp.float32))
 
 
 def slots_sharding(mesh: Mesh) -> Any:

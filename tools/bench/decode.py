@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rljax.convert import read_checkpoint
 from rljax.mesh import build_mesh
 from rljax.models.arch import Arch
 from rljax.pytree import Params
+from rljax.records import SamplingParams
 from rljax.rollouts.weights import learner_layout, publisher
 from rljax.sampler.engine import Engine, Request, draw_key
 
@@ -63,8 +65,9 @@ def measure(args: argparse.Namespace, arch: Arch, mesh: Mesh, params: Params, ro
     engine.set_weights(params, 0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, arch.vocab_size, args.prompt).tolist()) for _ in range(-(-rows // group))]
-    requests = [Request(row, prompts[row // group], draw_key(0, "bench", str(row), 0), args.tokens, 1.0) for row in range(rows)]
-    one = [Request(request.ticket, request.prompt, request.key, 1, 1.0) for request in requests]
+    params = SamplingParams(max_tokens=args.tokens)
+    requests = [Request(row, prompts[row // group], draw_key(0, "bench", str(row), 0), params) for row in range(rows)]
+    one = [replace(request, params=SamplingParams(max_tokens=1)) for request in requests]
     whole, first = (timed(lambda asked=asked: sample(engine, asked), args.repeats) for asked in (requests, one))
     step = (whole - first) / (args.tokens - 1)
     return {
