@@ -180,7 +180,9 @@ def _add_sampling(sample: argparse.ArgumentParser) -> None:
     rule.add_argument("--temperature", type=float, default=0.7, help="0 takes the most likely token (default: 0.7)")
     rule.add_argument("--top-k", type=int, default=0, help="keep so many most likely tokens (default: 0, all)")
     rule.add_argument("--top-p", type=float, default=1.0, help="keep the fewest that have this probability (default: 1, all)")
-    rule.add_argument("--min-p", type=float, default=0.0, help="keep those so likely relative to the likeliest (default: 0, all)")
+    rule.add_argument(
+        "--min-p", type=float, default=0.0, help="keep those so likely relative to the likeliest (default: 0, all)"
+    )
     rule.add_argument(
         "--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS", help="favour a token id; -inf forbids it"
     )

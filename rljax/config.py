@@ -120,8 +120,9 @@ class SamplerConfig(Section):
     )
     temperature: float = _option(1.0, "Divides the logits before the draw; 0 takes the most likely token.", ge=0)
     stop: tuple[str, ...] = _option(
-        (), "Strings that end a message, in training and evaluation: its tokens end with the one that completes the string, its "
-        "text before the string."
+        (),
+        "Strings that end a message, in training and evaluation: its tokens end with the one that completes the string, its "
+        "text before the string.",
     )
     decode_chunk: int = _option(8, "Decode steps between two looks by the host (steps).", ge=1)
     dtype: DType = _option("float32", "Type of the sampler's parameters, products and cache.")

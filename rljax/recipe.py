@@ -451,12 +451,12 @@ _READ_NAMES: dict[tuple[Any, str], str] = {
     (Config.model_fields[section].annotation, name): dotted((section, name)) for section, name in _OPTIONS
 }
 _TRUNCATION_REFUSED = (
-    "training draws from the whole tempered distribution. From a truncated one, the sampler's log-probabilities are those of the "
-    "kept tokens alone, renormalised, the learner's are not, and importance ratios would be wrong"
+    "training draws from the whole tempered distribution. From a truncated one, the sampler's log-probabilities are those of "
+    "the kept tokens alone, renormalised, the learner's are not, and importance ratios would be wrong"
 )
 _TRUNCATION = {  # what samplers can do and training refuses
     **{name: f"eval.{name} sets it for evaluations" for name in ("top_k", "top_p", "min_p")},
-    **{name: "`SamplingParams` has it for sampling alone" for name in ("logit_bias", "allowed_token_ids", "min_tokens")},
+    **dict.fromkeys(("logit_bias", "allowed_token_ids", "min_tokens"), "`SamplingParams` has it for sampling alone"),
 }
 _OTHER_NAMES = {  # what other systems call these options
     "lr": "optimizer.learning_rate",

@@ -68,7 +68,11 @@ def test_nothing_scored_is_not_a_score_of_zero(tmp_path: Path) -> None:
 def test_every_task_is_attempted_once_with_draws_of_its_own(tmp_path: Path) -> None:
     told = Told([FAILED])
     tasks = [Task("a", ()), Task("b", ())]
-    run_eval(told, tasks, config(tmp_path, "eval.temperature=0.3", "eval.top_k=5", "eval.top_p=0.9", "eval.min_p=0.1", "sampler.stop=['x']"))
+    run_eval(
+        told,
+        tasks,
+        config(tmp_path, "eval.temperature=0.3", "eval.top_k=5", "eval.top_p=0.9", "eval.min_p=0.1", "sampler.stop=['x']"),
+    )
     expected = SamplingParams(max_tokens=8, temperature=0.3, top_k=5, top_p=0.9, min_p=0.1, stop=("x",))
     assert told.asked == [([("a", 0), ("b", 0)], 1, "eval", expected)]
 

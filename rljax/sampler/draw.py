@@ -168,8 +168,8 @@ def _least_kept(
 ) -> UInt32[Array, " b"]:
     """Return the largest number such that the entries from it on weigh at least the goal; 0 for rows that do not ask.
 
-    It is found bit by bit: 32 sweeps, which is less than sorting a vocabulary, and exact. A sum of floats in a fixed order never
-    grows when terms become 0, so neither do the sums here. Equal entries are on the same side.
+    It is found bit by bit, in 32 sweeps, and exact: a sum of floats in a fixed order never grows when terms become 0, so
+    neither do the sums here. Equal entries are on the same side.
     """
 
     def bit(index: Int[Array, ""], least: UInt32[Array, " b"]) -> UInt32[Array, " b"]:

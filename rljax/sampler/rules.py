@@ -47,7 +47,8 @@ def refuse_impossible(params: SamplingParams, arch: Arch, stop_ids: frozenset[in
         _refuse_empty(params, vocab, stop_ids)
     if params.logprobs is not None and (logprobs is None or params.logprobs > logprobs):
         made = "none" if logprobs is None else f"at most {logprobs}"
-        raise ValueError(f"logprobs is {params.logprobs}, and the engine reports {made}; make it with logprobs={params.logprobs}")
+        asked = params.logprobs
+        raise ValueError(f"logprobs is {asked}, and the engine reports {made}; make it with logprobs={asked}")
     if params.stop and not text:
         raise ValueError("stop strings need an engine that knows the tokens' text; make it with open_text")
 

@@ -1,4 +1,4 @@
-"""A stop string ends a completion where it is complete, in whatever pieces it comes; tokens stay whole, text does not show it."""
+"""A stop string ends a completion where it is complete, in whatever pieces it comes; tokens stay whole, text hides it."""
 
 from collections.abc import Sequence
 from typing import Any

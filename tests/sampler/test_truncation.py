@@ -141,7 +141,9 @@ def test_end_tokens_are_taken_out_until_they_are_allowed() -> None:
     asked = {0: asking(min_tokens=2, stop_token_ids=(11, 12)), 1: asking(min_tokens=2, stop_token_ids=(13,), ignore_eos=True)}
     for count, out in ((0, True), (1, True), (2, False)):
         left = reshape(some_logits(3), asked, count=count)[0]
-        assert [np.flatnonzero(np.isneginf(row)).tolist() for row in left] == ([[2, 7, 11, 12], [13], []] if out else [[], [], []])
+        assert [np.flatnonzero(np.isneginf(row)).tolist() for row in left] == (
+            [[2, 7, 11, 12], [13], []] if out else [[], [], []]
+        )
 
 
 def test_a_row_that_asks_for_nothing_keeps_its_bits_whoever_stands_beside_it() -> None:
@@ -165,7 +167,9 @@ def test_frequencies_fit_what_is_left() -> None:
     keys = np.array([draw_key(0, "eval", "task", attempt) for attempt in range(count)], np.uint32)
     uniform = np.asarray(jax.jit(uniforms)(jnp.asarray(keys), jnp.full(count, 17)))
     rule = {"top_k": 25, "top_p": 0.9, "min_p": 0.08}
-    tokens = reshape(np.broadcast_to(logits, (count, 30)), dict.fromkeys(range(count), asking(temperature=0.8, **rule)), 0, uniform)[1]
+    tokens = reshape(
+        np.broadcast_to(logits, (count, 30)), dict.fromkeys(range(count), asking(temperature=0.8, **rule)), 0, uniform
+    )[1]
 
     def statistic(**changes: Any) -> float:
         probability = distribution(logits, **{"temperature": 0.8, **rule, **changes})
