@@ -228,9 +228,7 @@ def published(engine: Engine, params: Params, dtype: str = "float32") -> Params:
     return publisher(engine.arch, engine.mesh, dtype)(whole)
 
 
-def request(
-    ticket: Any, prompt: Sequence[int], max_tokens: int = 16, temperature: float = 1.0, **sampling: Any
-) -> Request:
+def request(ticket: Any, prompt: Sequence[int], max_tokens: int = 16, temperature: float = 1.0, **sampling: Any) -> Request:
     """Return a request whose draws are keyed by its ticket: (task id, attempt)."""
     task, attempt = ticket
     params = SamplingParams(max_tokens, temperature, **sampling)
