@@ -261,9 +261,8 @@ class Engine:
         raw, top, prompt_logp = None, None, None
         if params.logprobs is not None:
             assert report is not None, "such a request is refused"
-            raw = report.chosen[slot, :count].copy()
-            likely = report.ids[slot, :count, : params.logprobs], report.logp[slot, :count, : params.logprobs]
-            top = TopTokens(likely[0].copy(), likely[1].copy())
+            raw, ids, likely = (np.asarray(part)[slot, :count] for part in (report.chosen, report.ids, report.logp))
+            raw, top = raw.copy(), TopTokens(ids[:, : params.logprobs].copy(), likely[:, : params.logprobs].copy())
         if running.prompt_logp is not None:
             logp_of_prompts, row = running.prompt_logp
             prompt_logp = np.asarray(logp_of_prompts)[row, : len(running.request.prompt)].copy()
@@ -411,8 +410,10 @@ class Engine:
     def _rules_in_use(self) -> Rules | None:
         """Return what running requests ask of the draw; it is sent to the device again only when that has changed."""
         asked = {slot: run.request.params for slot, run in self._running.items() if has_rules(run.request.params)}
+        if not asked:
+            return None
         if asked != self._asked:
-            rules = build_rules(asked, self.slots, self.arch.vocab_size)
+            rules = build_rules(asked, self.slots, self.arch.vocab_size, self._rules)
             self._asked, self._rules = asked, jax.device_put(rules, self._row_sharding)
         return self._rules
 

@@ -65,22 +65,23 @@ def _refuse_empty(params: SamplingParams, vocab: int, stop_ids: frozenset[int]) 
         )
 
 
-def build_rules(asked: Mapping[int, SamplingParams], slots: int, vocab: int) -> Rules | None:
-    """Return the rules of all slots as numpy arrays; None when no slot asks for anything.
+def build_rules(asked: Mapping[int, SamplingParams], slots: int, vocab: int, before: Rules | None = None) -> Rules:
+    """Return the rules of all slots as numpy arrays.
 
     Args:
         asked: By slot, what those ask that have rules.
         slots: Number of slots.
         vocab: Vocabulary entries.
+        before: Rules that were in use: what had room in them has room again, so that a program is not compiled for less.
     """
-    if not asked:
-        return None
     most = max(len(params.stop_token_ids) for params in asked.values())
     widest = 1 << max(0, most - 1).bit_length()  # a power of two: few shapes to compile
+    biased = any(params.logit_bias or params.allowed_token_ids is not None for params in asked.values())
+    if before is not None:
+        widest, biased = max(widest, before.stop_ids.shape[1]), biased or before.bias is not None
     arrays: dict[str, Any] = {"top_k": np.zeros(slots, np.int32), "top_p": np.ones(slots, np.float32)}
     arrays |= {"min_p": np.zeros(slots, np.float32), "min_tokens": np.zeros(slots, np.int32)}
     arrays |= {"ignore_eos": np.zeros(slots, bool), "stop_ids": np.full((slots, widest), -1, np.int32)}
-    biased = any(params.logit_bias or params.allowed_token_ids is not None for params in asked.values())
     arrays["bias"] = np.zeros((slots, vocab), np.float32) if biased else None
     for slot, params in asked.items():
         arrays["top_k"][slot] = min(max(params.top_k, 0), vocab)

@@ -123,7 +123,10 @@ def softmax_rows(scores: np.ndarray) -> np.ndarray:
     return np.array([softmax(row) for row in scores])
 
 
-@pytest.mark.parametrize(("mesh", "dtype"), [("one", "float32"), ("one", "bfloat16"), ("tensor", "float32")])
+OTHER = [pytest.param(*case, marks=pytest.mark.slow) for case in (("one", "bfloat16"), ("tensor", "float32"))]
+
+
+@pytest.mark.parametrize(("mesh", "dtype"), [("one", "float32"), *OTHER])
 def test_rules_of_neighbours_change_no_bit(mesh: str, dtype: str) -> None:
     plain = some_requests(6)
     rules = [asked for asked in asked_of_everything() if dtype == "float32" or asked.params.logprobs is None]

@@ -183,3 +183,12 @@ def test_frequencies_fit_what_is_left() -> None:
     assert statistic() < most
     assert statistic(top_k=0, top_p=1.0, min_p=0.0) > most  # the test would notice
     assert statistic(temperature=0.9) > most
+
+
+def test_rules_keep_the_room_of_those_before_them_so_that_nothing_compiles_again() -> None:
+    wide = build_rules({0: asking(logit_bias={3: 1.0}, stop_token_ids=(4, 5, 6))}, 2, VOCAB)
+    narrow = build_rules({1: asking(top_k=3, stop_token_ids=(9,))}, 2, VOCAB, wide)
+    assert jax.tree.map(np.shape, narrow) == jax.tree.map(np.shape, wide)
+    assert narrow.stop_ids.tolist() == [[-1] * 4, [9, -1, -1, -1]]
+    assert not np.any(narrow.bias)
+    assert build_rules({1: asking(top_k=3)}, 2, VOCAB).bias is None

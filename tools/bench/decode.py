@@ -65,8 +65,8 @@ def measure(args: argparse.Namespace, arch: Arch, mesh: Mesh, params: Params, ro
     engine.set_weights(params, 0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, arch.vocab_size, args.prompt).tolist()) for _ in range(-(-rows // group))]
-    params = SamplingParams(max_tokens=args.tokens)
-    requests = [Request(row, prompts[row // group], draw_key(0, "bench", str(row), 0), params) for row in range(rows)]
+    sampling = SamplingParams(max_tokens=args.tokens)
+    requests = [Request(row, prompts[row // group], draw_key(0, "bench", str(row), 0), sampling) for row in range(rows)]
     one = [replace(request, params=SamplingParams(max_tokens=1)) for request in requests]
     whole, first = (timed(lambda asked=asked: sample(engine, asked), args.repeats) for asked in (requests, one))
     step = (whole - first) / (args.tokens - 1)
