@@ -283,7 +283,7 @@ def test_sample_shows_answers_with_their_log_probabilities(capsys: pytest.Captur
         (["--prompt", "Hi", "--logprobs", "2"], "--logprobs and --prompt-logprobs are shown with --json"),
         (["--prompt", "Hi", "--top-p", "0"], "top_p is 0.0; it must be above 0 and at most 1"),
         (["--prompt", "Hi", "--stop", ""], "stop is ('',); it must be strings that are not empty"),
-        (["--prompt", "Hi", "--allow", "999"], "allowed_token_ids has the ids [999]; the model has ids from 0 to 319"),
+        (["--prompt", "Hi", "--allow", "999", *SAMPLE], "allowed_token_ids has the ids [999]; the model has ids from 0 to 319"),
     ],
 )
 def test_sample_refuses_what_cannot_be_done(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

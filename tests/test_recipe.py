@@ -412,6 +412,7 @@ def test_every_option_arrives_where_it_was_set(tmp_path: Path) -> None:
     companions |= dict.fromkeys(
         ("algorithm.kl_target", "algorithm.reference_sync_steps", "algorithm.reference_mixup_alpha"), "algorithm.beta=0.5"
     )
+    companions |= dict.fromkeys(("eval.top_k", "eval.top_p", "eval.min_p"), "eval.temperature=0.5")
     companions["algorithm.proximal"] = 'algorithm.rollout_is="none"'
     companions["algorithm.reward_weights"] = 'algorithm.advantage="gdpo"'
     for (section, name), option in recipe._OPTIONS.items():

@@ -117,8 +117,8 @@ class Engine:
             readers: Rollouts that share one stored prompt.
             decode_chunk_steps: Decode steps between two looks by the host.
             dtype: Type of parameters and products, and of the cache except on CPUs, where it is float32.
-            logprobs: Most likely tokens that requests may ask to be reported; None for no report. Every step pays for it.
-            open_text: Opens a stream that turns the tokens of one completion into text; stop strings need it.
+            logprobs: Most likely tokens that requests may have reported; None for no report. Every step pays for it.
+            open_text: Opens a stream from the tokens of one completion to text; stop strings need it.
 
         Raises:
             ValueError: slots do not divide over the mesh, nothing ends a completion, or the cache is too small.
@@ -131,18 +131,16 @@ class Engine:
         self.mesh, self.arch, self.slots = mesh, arch, slots
         self.max_prompt_length, self.max_completion_length = max_prompt_length, max_completion_length
         self._per_shard, self._steps = slots // self.shards, decode_chunk_steps
-        self._rows = -(-self._per_shard // readers)  # prompts per prefill and data shard
-        self._ends, self._logprobs, self._open_text = frozenset(stop_ids), logprobs, open_text
-        self._row_sharding = sharding(mesh, DATA_AXES)
+        self._rows, self._readers = -(-self._per_shard // readers), min(readers, self._per_shard)  # _rows: per prefill
+        self._ends, self._row_sharding = frozenset(stop_ids), sharding(mesh, DATA_AXES)
+        self._logprobs, self._open_text = logprobs, open_text
         self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
         self._columns = blocks_for(max_prompt_length - 1), blocks_for(max_completion_length)
-        prompt_arenas, own_arenas = self._arenas(cache_tokens)
-        self._arena_ends = tuple(np.cumsum(arenas).tolist() for arenas in (prompt_arenas, own_arenas))
-        self._readers = min(readers, self._per_shard)
-        self._ledgers = [Ledger(self.shards, self._readers, Pool(prompt_arenas), Pool(own_arenas)) for _ in range(self.shards)]
+        arenas = self._arenas(cache_tokens)
+        self._arena_ends = tuple(np.cumsum(pool).tolist() for pool in arenas)
+        self._ledgers = [Ledger(self.shards, self._readers, *map(Pool, arenas)) for _ in range(self.shards)]
         # XLA:CPU writes into a bfloat16 array by converting all of it to float32 and back.
         cache_dtype = jnp.dtype("float32" if mesh.devices.flat[0].platform == "cpu" else dtype)
-        arenas = prompt_arenas, own_arenas
         self._state: Slots = empty_slots(arch, slots, *arenas, max_completion_length, cache_dtype, mesh, logprobs)
         # The slots are donated: a program that copied the cache instead of updating it would double the memory.
         layout = slots_sharding(mesh)
@@ -154,8 +152,7 @@ class Engine:
         self._version = -1
         self._waiting: deque[Request] = deque()
         self._running: dict[int, _Running] = {}  # by slot, in the order of admission
-        self._asked: dict[int, SamplingParams] = {}  # by slot, those that have rules, as the device knows them
-        self._rules: Rules | None = None
+        self._rules: tuple[dict[int, SamplingParams], Rules] | None = None  # who asks for what, and the same on the device
         self._halted: set[int] = set()  # slots that were vacated while the device still draws in them
         self._free = [list(range(self._per_shard)) for _ in range(self.shards)]  # per data shard, a heap
         self.preempted = 0
@@ -412,10 +409,11 @@ class Engine:
         asked = {slot: run.request.params for slot, run in self._running.items() if has_rules(run.request.params)}
         if not asked:
             return None
-        if asked != self._asked:
-            rules = build_rules(asked, self.slots, self.arch.vocab_size, self._rules)
-            self._asked, self._rules = asked, jax.device_put(rules, self._row_sharding)
-        return self._rules
+        if self._rules is None or asked != self._rules[0]:
+            before = None if self._rules is None else self._rules[1]
+            rules = build_rules(asked, self.slots, self.arch.vocab_size, before)
+            self._rules = asked, jax.device_put(rules, self._row_sharding)
+        return self._rules[1]
 
     def _starts(self, slots: Collection[int]) -> Starts:
         """Build the arrays that start rollouts in these slots, and stop those that nothing runs in."""
