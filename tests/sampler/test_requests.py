@@ -164,8 +164,8 @@ def test_stop_strings_cut_completions_and_change_nothing_before_the_cut() -> Non
             ended.add((done.stop, first % 5))
         else:
             assert (done.stop, done.finish_reason) == (whole[ticket].stop, whole[ticket].finish_reason)
-    assert {known for known, _ in ended} >= {"ab", "h"}
-    assert len({place for _, place in ended}) >= 4, "at the end of a chunk and inside"
+    assert {len(known) > 1 for known, _ in ended} == {True, False}, "in one token and across tokens"
+    assert len({place for _, place in ended}) >= 3, "at the end of a chunk and inside"
 
 
 def test_a_slot_that_stopped_is_free_at_once_and_draws_no_more() -> None:
