@@ -19,6 +19,7 @@ from typing import Any
 from rljax import __version__
 from rljax.manifest import StorageError
 from rljax.recipe import describe, load, load_with_sources, render
+from rljax.records import Completion, SamplingParams
 
 EXIT_DONE, EXIT_USAGE, EXIT_INTERNAL, EXIT_STORAGE, EXIT_RETRY, EXIT_INTERRUPTED = 0, 2, 70, 74, 75, 130
 
@@ -54,6 +55,8 @@ examples:
   rljax sample checkpoints/smollm2                          a conversation in the terminal
   rljax sample runs/my-run/model --prompt "What is 3 + 4?"  one answer
   rljax sample checkpoints/smollm2 --temperature 0          always the most likely token
+  rljax sample checkpoints/smollm2 --top-p 0.9              no unlikely tokens
+  rljax sample checkpoints/smollm2 --prompt "Count." --stop ", 5" --n 3 --json
 """
 
 _CONVERT = """\
@@ -142,10 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("checkpoint", type=Path, help="checkpoint directory")
     sample.add_argument("--prompt", help="say this, print the answer and stop (`-` reads it from standard input)")
     sample.add_argument("--system", help="system message")
-    sample.add_argument("--temperature", type=float, default=0.7, help="0 takes the most likely token (default: 0.7)")
-    sample.add_argument("--max-tokens", type=int, default=256, help="longest answer in tokens (default: 256)")
     sample.add_argument("--context", type=int, default=1024, help="longest conversation in tokens (default: 1024)")
     sample.add_argument("--seed", type=int, help="make the draws repeatable")
+    _add_sampling(sample)
 
     convert = verb("convert", _convert, "Convert a model between formats, checked bit by bit.", _CONVERT)
     convert.add_argument("source", type=Path, help="a .gguf file, a Hugging Face folder, or a checkpoint of rljax")
@@ -167,6 +169,40 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("--json", action="store_true", help="print the options as JSON")
     config.add_argument("--describe", action="store_true", help="explain every option instead")
     return parser
+
+
+def _add_sampling(sample: argparse.ArgumentParser) -> None:
+    """Add the options of how answers are drawn and shown."""
+    rule = sample.add_argument_group(
+        "how tokens are drawn",
+        "Bias first, then the temperature; of what is likely then, top-k, top-p and min-p keep some, in this order.",
+    )
+    rule.add_argument("--temperature", type=float, default=0.7, help="0 takes the most likely token (default: 0.7)")
+    rule.add_argument("--top-k", type=int, default=0, help="keep so many most likely tokens (default: 0, all)")
+    rule.add_argument("--top-p", type=float, default=1.0, help="keep the fewest that have this probability (default: 1, all)")
+    rule.add_argument(
+        "--min-p", type=float, default=0.0, help="keep those so likely relative to the likeliest (default: 0, all)"
+    )
+    rule.add_argument(
+        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS", help="favour a token id; -inf forbids it"
+    )
+    rule.add_argument("--allow", type=int, action="append", metavar="ID", help="draw only such token ids; may be repeated")
+    end = sample.add_argument_group("where an answer ends")
+    end.add_argument("--max-tokens", type=int, default=256, help="longest answer in tokens (default: 256)")
+    end.add_argument("--min-tokens", type=int, default=0, help="tokens before the first that may end it (default: 0)")
+    end.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    end.add_argument("--stop-id", type=int, action="append", default=[], metavar="ID", help="end after this token id as well")
+    end.add_argument("--ignore-eos", action="store_true", help="do not end at the model's end tokens")
+    shown = sample.add_argument_group("what is shown, with --prompt")
+    shown.add_argument("--n", type=int, default=1, help="draw so many answers and show the most likely first (default: 1)")
+    shown.add_argument("--json", action="store_true", help="one JSON line per answer, with tokens and log-probabilities")
+    shown.add_argument("--logprobs", type=int, metavar="N", help="add the N most likely tokens of each place to the JSON")
+    shown.add_argument("--prompt-logprobs", action="store_true", help="add the prompt's log-probabilities to the JSON")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    return int(token), float(bias)
 
 
 def _recipe_args(args: argparse.Namespace) -> tuple[str | None, list[str]]:
@@ -212,17 +248,53 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _sample(args: argparse.Namespace) -> int:
+    if args.prompt is None and (args.n != 1 or args.json):
+        raise ValueError("--n and --json are for one answer at a time; add --prompt, or remove them")
+    if not args.json and (args.logprobs is not None or args.prompt_logprobs):
+        raise ValueError("--logprobs and --prompt-logprobs are shown with --json; add it, or remove them")
+    sampling = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        logit_bias=dict(args.logit_bias),
+        allowed_token_ids=None if args.allow is None else tuple(args.allow),
+        min_tokens=args.min_tokens,
+        stop=tuple(args.stop),
+        stop_token_ids=tuple(args.stop_id),
+        ignore_eos=args.ignore_eos,
+        logprobs=args.logprobs,
+        prompt_logprobs=args.prompt_logprobs,
+    )
     use_compilation_cache()
     from rljax.chat import Chat, ChatOptions, converse
 
-    chat = Chat(args.checkpoint, ChatOptions(args.temperature, args.max_tokens, args.context, args.seed, args.system))
+    chat = Chat(args.checkpoint, ChatOptions(sampling, args.context, args.seed, args.system, args.n))
     if args.prompt is None:
         converse(chat)
         return EXIT_DONE
-    for piece in chat.say(sys.stdin.read() if args.prompt == "-" else args.prompt):
-        print(piece, end="", flush=True)
-    print()
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if args.n == 1 and not args.json:
+        for piece in chat.say(prompt):
+            print(piece, end="", flush=True)
+        print()
+        return EXIT_DONE
+    for answer in chat.answers(prompt):
+        print(json.dumps(_answer_row(answer.text, answer.completion)) if args.json else f"{answer.text}\n")
     return EXIT_DONE
+
+
+def _answer_row(text: str, completion: Completion) -> dict[str, Any]:
+    """Return an answer as plain data; `prompt_logp` begins with null, because nothing comes before its first token."""
+    arrays = {"tokens": completion.tokens, "logp": completion.logp, "logp_raw": completion.logp_raw}
+    row: dict[str, Any] = {"text": text, "finish_reason": completion.finish_reason, "stop": completion.stop}
+    row |= {name: array.tolist() for name, array in arrays.items() if array is not None}
+    if completion.top is not None and completion.top.ids.size:
+        row |= {"top_ids": completion.top.ids.tolist(), "top_logp": completion.top.logp.tolist()}
+    if completion.prompt_logp is not None:
+        row["prompt_logp"] = [None, *completion.prompt_logp[1:].tolist()]
+    return row
 
 
 def _convert(args: argparse.Namespace) -> int:

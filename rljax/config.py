@@ -142,6 +142,11 @@ class SamplerConfig(Section):
         ge=2,
     )
     temperature: float = _option(1.0, "Divides the logits before the draw; 0 takes the most likely token.", ge=0)
+    stop: tuple[str, ...] = _option(
+        (),
+        "Strings that end a message, in training and evaluation: its tokens end with the one that completes the string, its "
+        "text before the string.",
+    )
     decode_chunk: int = _option(8, "Decode steps between two looks by the host (steps).", ge=1)
     dtype: DType = _option("float32", "Type of the sampler's parameters, products and cache.")
     lora: Literal["merged", "separate"] = _option(
@@ -157,6 +162,8 @@ class SamplerConfig(Section):
                 f"({self.max_completion_length}) = {longest} exceed sampler.cache_tokens ({self.cache_tokens}); "
                 "raise cache_tokens or lower one of the two"
             )
+        if not all(self.stop):
+            yield "sampler.stop holds an empty string, which would end every message at once; remove it"
 
 
 class AlgorithmConfig(Section):
@@ -365,6 +372,16 @@ class EvalConfig(Section):
     num_tasks: int = _option(200, "Held-out tasks per evaluation.", ge=1)
     path: PathOption | None = _option(None, "File of held-out tasks when `data.source` is `file`.")
     temperature: float = _option(0.0, "Sampling temperature of the evaluation; 0 is greedy.", ge=0)
+    top_k: int = _option(0, "Draw from so many most likely tokens only (tokens); 0 for all.", ge=0)
+    top_p: float = _option(1.0, "Draw from the fewest most likely tokens with this probability only; 1 for all.", gt=0, le=1)
+    min_p: float = _option(
+        0.0, "Draw from tokens at least this likely only, relative to the most likely one; 0 for all.", ge=0, le=1
+    )
+
+    def _broken_rules(self) -> Iterator[str]:
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            if self.temperature == 0 and getattr(self, name) != off:
+                yield f"eval.{name} has no effect with eval.temperature = 0, which takes the most likely token; remove one"
 
 
 class TelemetryConfig(Section):

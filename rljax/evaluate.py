@@ -17,6 +17,7 @@ from rljax.data.prompts import TaskSource
 from rljax.mesh import build_mesh
 from rljax.records import Group
 from rljax.rollouts.collector import Collector, Job
+from rljax.rollouts.sampling import eval_params
 from rljax.rollouts.stack import open_stack
 from rljax.rollouts.tasks import fitting_tasks
 from rljax.rollouts.weights import learner_layout
@@ -53,7 +54,7 @@ class EvalResult:
 def run_eval(collector: Collector, tasks: TaskSource, config: Config) -> EvalResult:
     """Attempt every held-out task once with the engine's current weights."""
     jobs = [Job(tasks[index], 0) for index in range(len(tasks))]
-    groups = collector.collect(jobs, 1, "eval", config.eval.temperature)
+    groups = collector.collect(jobs, 1, "eval", eval_params(config))
     rollouts = [group.rollouts[0] for group in groups]
     scored = [rollout for rollout in rollouts if rollout.score.status == "score"]
     rewards = [rollout.score.value for rollout in scored if rollout.score.value is not None]

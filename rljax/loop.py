@@ -41,6 +41,7 @@ from rljax.records import Group, RunMeta
 from rljax.rollouts.batching import Prepared, batch_shape, needs_revision, prepare, revise
 from rljax.rollouts.collector import Job, Stopped
 from rljax.rollouts.refill import Collected, NothingToLearn, fill_batch
+from rljax.rollouts.sampling import train_params
 from rljax.rollouts.stack import Stack, build_engine, open_stack
 from rljax.rollouts.statistics import rollout_metrics, update_metrics
 from rljax.rollouts.tasks import fitting_tasks
@@ -122,7 +123,7 @@ def check(config: Config, report: Callable[[str], None] = lambda text: None) -> 
         fitting_tasks(config, "eval", tokenizer, report)
     learner = Learner(arch, mesh, config)
     _check_first_adapter(config, learner)
-    build_engine(config, arch, mesh, tokenizer.stop_ids)
+    build_engine(config, arch, mesh, tokenizer)
     shape = batch_shape(config, data_shards(mesh))
     report(f"algorithm: {config.algorithm.describe()}")
     if learner.lora is not None:
@@ -307,7 +308,7 @@ class _Run:
             tasks = self.stream.take(position + taken, count)
             epochs = [self.stream.epoch_of(position + taken + index) for index in range(count)]
             jobs = [Job(task, epoch * algorithm.num_generations) for task, epoch in zip(tasks, epochs, strict=True)]
-            return self.stack.collector.collect(jobs, algorithm.num_generations, "train", self.config.sampler.temperature)
+            return self.stack.collector.collect(jobs, algorithm.num_generations, "train", train_params(self.config))
 
         fault_point("loop.collecting")
         collected = fill_batch(sample, self.config)

@@ -381,6 +381,8 @@ def _unknown_problem(key: Key) -> str:
     section, name = key[:2] if key[1:] else ("", key[0])
     plain = name.replace("-", "_").lower()
     known = section in _SECTION_NAMES
+    if section == "sampler" and plain in _TRUNCATION:
+        return f"{_TRUNCATION_REFUSED}; {_TRUNCATION[plain]}"
     if section and not known and (near := difflib.get_close_matches(section.lower(), _SECTION_NAMES, 1, 0.6)):
         meant = f"{near[0]}.{plain}" if plain in _SECTION_NAMES[near[0]] else f"[{near[0]}]"
         return f"unknown section [{section}]; did you mean {meant}?"
@@ -447,6 +449,14 @@ _SECTION_NAMES: dict[str, list[str]] = {
 }
 _READ_NAMES: dict[tuple[Any, str], str] = {
     (Config.model_fields[section].annotation, name): dotted((section, name)) for section, name in _OPTIONS
+}
+_TRUNCATION_REFUSED = (
+    "training draws from the whole tempered distribution. From a truncated one, the sampler's log-probabilities are those of "
+    "the kept tokens alone, renormalised, the learner's are not, and importance ratios would be wrong"
+)
+_TRUNCATION = {  # what samplers can do and training refuses
+    **{name: f"eval.{name} sets it for evaluations" for name in ("top_k", "top_p", "min_p")},
+    **dict.fromkeys(("logit_bias", "allowed_token_ids", "min_tokens"), "`SamplingParams` has it for sampling alone"),
 }
 _OTHER_NAMES = {  # what other systems call these options
     "lr": "optimizer.learning_rate",

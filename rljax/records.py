@@ -1,6 +1,6 @@
 """The records that travel between the parts of rljax.
 
-Owns the plain data that crosses package boundaries: tasks, observations, scores, rollouts, groups.
+Owns the plain data that crosses package boundaries: tasks, observations, scores, how to sample, rollouts, groups.
 Refuses to own behaviour (sampling, scoring, packing) and device arrays; nothing here imports jax, so
 environment workers can use these records without paying for it.
 
@@ -18,7 +18,7 @@ Message = Mapping[str, Any]
 """One chat message as chat templates take it: `role`, `content`, and optionally `tool_calls`."""
 
 FinishReason = Literal["stop", "length"]
-"""Why sampling ended: an end token was drawn (`stop`) or the token budget was spent (`length`)."""
+"""Why sampling ended: an end token or a stop string came (`stop`) or the token budget was spent (`length`)."""
 
 ScoreStatus = Literal["score", "error", "timeout"]
 """Whether a rollout was judged. Only `score` enters group statistics: a failure is never a reward of 0."""
@@ -108,21 +108,114 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one completion is drawn, and what is reported of it.
+
+    The rule, in this order: `logit_bias` is added and tokens that are not allowed are taken out; the logits are divided by
+    `temperature`; `top_k`, then `top_p`, then `min_p` leave likely tokens only; one uniform number draws from what is left,
+    renormalised. Formulas and what happens at ties: docs/math.md, "Drawing a token". The random key is no part of this
+    record: it belongs to the request.
+
+    Example:
+        SamplingParams(max_tokens=64, temperature=0.7, top_p=0.9, stop=("\\n\\n",))
+    """
+
+    max_tokens: int
+    """Longest completion (tokens)."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: int = 0
+    """Keep so many most likely tokens, and those as likely as the last of them; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the fewest most likely tokens whose probability comes to this, and those as likely as the last; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely, relative to the most likely one; 0 keeps all."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logit of a token id; -inf forbids the token."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only token ids that may be drawn; None for all."""
+    min_tokens: int = 0
+    """Tokens before the first that may end the completion: end tokens are not drawn among them, stop strings not seen."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the completion; see `Completion.stop` for what is kept."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end it, besides the engine's end tokens."""
+    ignore_eos: bool = False
+    """Whether the engine's end tokens are tokens like any other."""
+    logprobs: int | None = None
+    """Report `Completion.logp_raw` and so many most likely tokens at each position; None reports neither."""
+    prompt_logprobs: bool = False
+    """Report `Completion.prompt_logp`."""
+
+    def __post_init__(self) -> None:
+        def check(right: bool, name: str, rule: str) -> None:
+            if not right:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+
+        check(self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(0 <= self.temperature < float("inf"), "temperature", "a finite number, at least 0")
+        check(self.top_k >= -1, "top_k", "at least 1, or 0 (or -1) to keep all tokens")
+        check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1, which keeps all tokens")
+        check(0 <= self.min_p <= 1, "min_p", "between 0, which keeps all tokens, and 1")
+        finite_or_forbidden = all(bias < float("inf") for bias in self.logit_bias.values())  # nan compares as False
+        check(finite_or_forbidden, "logit_bias", "finite numbers, or -inf for tokens that are never to be drawn")
+        check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"between 0 and max_tokens ({self.max_tokens})")
+        check(all(self.stop), "stop", "strings that are not empty")
+        check(self.logprobs is None or self.logprobs >= 0, "logprobs", "at least 0, or None for no report")
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether the distribution drawn from is another than softmax(logits / temperature) at some token."""
+        cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return cuts or bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The most likely tokens at each position of a completion, most likely first, whether they could be drawn or not.
+
+    Example:
+        TopTokens(ids=np.array([[28, 5], [39, 2]]), logp=np.array([[-0.1, -2.4], [-0.4, -1.5]]))
+    """
+
+    ids: np.ndarray
+    """Token ids, int32 [n, k]."""
+    logp: np.ndarray
+    """Their log-probabilities under the model itself, as `Completion.logp_raw`, float32 [n, k], nats."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled model message, as tokens.
 
     Example:
-        Completion(tokens=np.array([28, 39, 2]), logp=np.array([-0.1, -0.4, -0.2]), version=3, finish_reason="stop")
+        Completion(tokens=np.array([28, 39, 2]), logp=np.array([-0.1, -0.4, -0.2]), version=3, finish_reason="stop", stop=2)
     """
 
     tokens: np.ndarray
     """Sampled token ids, int32 [n]; includes the end token when one was drawn."""
     logp: np.ndarray
-    """Log-probability of each token under the distribution it was drawn from, float32 [n], nats."""
+    """Log-probability of each token under the distribution it was drawn from, tempered, biased, truncated and
+    renormalised, float32 [n], nats. This is `logp_behavior` of a rollout."""
     version: int
     """Weight version that produced the tokens."""
     finish_reason: FinishReason
     """Why it ended."""
+    stop: str | int | None
+    """What ended it: an end token's id or a stop string; None at the length limit.
+
+    A stop string is found in the decoded text, across tokens. Tokens up to and including the one that completes it stay, with
+    their log-probabilities, and there are none after it. The text, in contrast, ends before the stop string. A conversation
+    goes on with the tokens, never with the text.
+    """
+    logp_raw: np.ndarray | None = None
+    """Log-probability of each token under the model itself: temperature 1, nothing added or taken out, float32 [n], nats;
+    None when it was not asked for."""
+    top: TopTokens | None = None
+    """The most likely tokens of each position; None when they were not asked for."""
+    prompt_logp: np.ndarray | None = None
+    """Log-probability of each prompt token given those before it, under the model itself; NaN for the first, which
+    nothing comes before. float32 [prompt length], nats; None when it was not asked for."""
     choices: np.ndarray | None = None
     """Experts that the prompt's tokens and these went to, the last one excepted, which went nowhere: [prompt + n - 1, layers
     with experts, per token], uint8, or uint16 for more than 256 experts; None unless the sampler records them."""

@@ -1,17 +1,22 @@
 """A conversation with a checkpoint: what is remembered, how it streams, and what a person may type."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from rljax.chat import HELP, Chat, ChatOptions, converse
 from rljax.checkpoint import save_params
 from rljax.convert import ARCH_FILE
+from rljax.records import SamplingParams
 from tests.tiny_run import compiled_once, tiny_checkpoint
 from tools.make_tiny_checkpoint import tiny_arch, tiny_params, tokenizer_files
 
-OPTIONS = ChatOptions(temperature=1.0, max_tokens=12, context=64, seed=3)
+SAMPLING = SamplingParams(max_tokens=12, temperature=1.0)
+OPTIONS = ChatOptions(SAMPLING, context=64, seed=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,7 +82,7 @@ def test_a_seed_makes_a_conversation_repeatable(chat: Chat) -> None:
     first = "".join(chat.say("What is 3 + 4?"))
     again = Chat(tiny_checkpoint(), OPTIONS)
     assert "".join(again.say("What is 3 + 4?")) == first
-    other = Chat(tiny_checkpoint(), ChatOptions(temperature=1.0, max_tokens=12, context=64, seed=4))
+    other = Chat(tiny_checkpoint(), ChatOptions(SAMPLING, context=64, seed=4))
     assert "".join(other.say("What is 3 + 4?")) != first
 
 
@@ -115,14 +120,14 @@ def test_an_answer_that_is_left_early_stays_as_far_as_it_came(chat: Chat) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_tokens": 600}, r"more than the 512 the model was made for; lower --context or --max-tokens"),
-        ({"temperature": -0.5}, "--temperature must be at least 0"),
-        ({"max_tokens": 0}, "--max-tokens and --context at least 1"),
+        ({"sampling": SamplingParams(max_tokens=500)}, r"the 512 the model was made for; lower --context or --max-tokens"),
+        ({"context": 0}, "context and attempts must be at least 1; got 0 and 1"),
+        ({"attempts": 0}, "context and attempts must be at least 1; got 64 and 0"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(changes: dict[str, float], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Chat(tiny_checkpoint(), ChatOptions(**{"temperature": 1.0, "max_tokens": 12, "context": 64, **changes}))
+        Chat(tiny_checkpoint(), ChatOptions(**{"sampling": SAMPLING, "context": 64, **changes}))
 
 
 def test_a_person_talks_and_leaves(chat: Chat) -> None:
@@ -166,3 +171,32 @@ def test_a_conversation_that_is_too_long_is_said_to_be_and_can_start_over(chat: 
     assert "that fit; shorten it or raise --context" in person.seen
     assert "Start over with /new." in person.seen
     assert roles(chat) == ["user", "assistant"]
+
+
+def test_an_answer_ends_before_a_stop_string_and_never_shows_a_part_of_it(chat: Chat) -> None:
+    whole = "".join(chat.say("What is 3 + 4?"))
+    stop = next(character for character in whole[3:] if character.isascii() and character.isprintable())
+    cut = whole[: whole.index(stop)]
+    stopped = Chat(tiny_checkpoint(), replace(OPTIONS, sampling=replace(SAMPLING, stop=(stop,))))
+    pieces = list(stopped.say("What is 3 + 4?"))
+    assert "".join(pieces) == cut
+    assert stopped.messages[-1]["content"] == cut
+
+
+def test_attempts_are_ranked_and_the_first_is_what_a_single_one_says(chat: Chat) -> None:
+    single = chat.answers("What is 3 + 4?")[0].completion.tokens.tolist()
+    several = Chat(
+        tiny_checkpoint(), replace(OPTIONS, attempts=3, sampling=replace(SAMPLING, logprobs=2, prompt_logprobs=True))
+    )
+    answers = several.answers("What is 3 + 4?")
+    assert single in [answer.completion.tokens.tolist() for answer in answers]
+    means = [float(np.mean(answer.completion.logp_raw)) for answer in answers]
+    assert means == sorted(means, reverse=True)
+    assert several.messages[-1]["content"] == answers[0].text
+    for answer in answers:
+        done = answer.completion
+        assert done.top is not None
+        assert done.top.ids.shape == (len(done.tokens), 2)
+        assert done.prompt_logp is not None
+        assert np.isnan(done.prompt_logp[0])
+        assert (done.prompt_logp[1:] < 0).all()

@@ -16,6 +16,7 @@ from rljax import __version__, chat, cli, loop
 from rljax.cli import main
 from rljax.evaluate import EvalResult
 from rljax.manifest import StorageError
+from rljax.records import SamplingParams
 from rljax.rollouts.collector import EnvironmentFailure
 from tests.tiny_run import compiled_once, overrides, param_bits, tiny_checkpoint
 
@@ -79,6 +80,11 @@ WRONG_OPTIONS = {
     "learning_rate=1": "learning_rate belongs in [optimizer]",
     "train.num-iterations=2": "num_iterations",
     "optimizer.learning_rate=fast": "optimizer.learning_rate",
+    "sampler.top_p=0.9": "training draws from the whole tempered distribution",
+    "sampler.top_k=5": "importance ratios would be wrong; eval.top_k sets it for evaluations",
+    "sampler.min_tokens=5": "importance ratios would be wrong; `SamplingParams` has it for sampling alone",
+    "sampler.stop=['']": "sampler.stop holds an empty string",
+    "eval.top_p=0.9": "eval.top_p has no effect with eval.temperature = 0",
     "sampler.temperature=0": "sampler.temperature = 0 makes all rollouts of a group equal",
 }
 
@@ -243,10 +249,46 @@ def test_sample_answers_a_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr("sys.stdin", io.StringIO("What is 3 + 4?"))
     assert main(["sample", str(tiny_checkpoint()), "--prompt", "-", *SAMPLE]) == 0
     assert capsys.readouterr().out == first
-    options = chat.ChatOptions(temperature=1.0, max_tokens=8, context=64, seed=3)
-    assert chat.sample(tiny_checkpoint(), "What is 3 + 4?", options) + "\n" == first
+    options = chat.ChatOptions(SamplingParams(max_tokens=8), context=64, seed=3)
+    assert chat.sample(tiny_checkpoint(), "What is 3 + 4?", options)[0].text + "\n" == first
     assert main(["sample", str(tiny_checkpoint()), "--prompt", "z" * 100, *SAMPLE]) == 2
     assert "raise --context" in capsys.readouterr().err
+
+
+RULE = ["--top-k", "50", "--top-p", "0.9", "--min-p", "0.01", "--logit-bias", "5=-inf", "--min-tokens", "2", "--stop", "zz"]
+REPORT = ["--n", "2", "--json", "--logprobs", "2", "--prompt-logprobs"]
+
+
+def test_sample_shows_answers_with_their_log_probabilities(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["sample", str(tiny_checkpoint()), "--prompt", "Hi", *SAMPLE]
+    assert main([*argv, *RULE, *REPORT]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 2
+    for row in rows:
+        n = len(row["tokens"])
+        assert 5 not in row["tokens"]
+        assert len(row["logp"]) == len(row["logp_raw"]) == len(row["top_ids"]) == n >= 2
+        assert row["prompt_logp"][0] is None
+        assert all(kept >= raw for kept, raw in zip(row["logp"], row["logp_raw"], strict=True)), "fewer share the probability"
+    assert main([*argv, "--allow", "70", "--allow", "71", "--max-tokens", "4", "--ignore-eos", "--stop-id", "70"]) == 0
+    said = capsys.readouterr().out.strip()
+    assert len(said) in range(1, 5)
+    assert len(set(said)) in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--n", "2"], "--n and --json are for one answer at a time; add --prompt"),
+        (["--prompt", "Hi", "--logprobs", "2"], "--logprobs and --prompt-logprobs are shown with --json"),
+        (["--prompt", "Hi", "--top-p", "0"], "top_p is 0.0; it must be above 0 and at most 1"),
+        (["--prompt", "Hi", "--stop", ""], "stop is ('',); it must be strings that are not empty"),
+        (["--prompt", "Hi", "--allow", "999", *SAMPLE], "allowed_token_ids has the ids [999]; the model has ids from 0 to 319"),
+    ],
+)
+def test_sample_refuses_what_cannot_be_done(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(tiny_checkpoint()), *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_sample_talks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rljax.evaluate import evaluate, run_eval
-from rljax.records import FinishReason, Group, Provenance, Rollout, Score, Task
+from rljax.records import FinishReason, Group, Provenance, Rollout, SamplingParams, Score, Task
 from rljax.rollouts.collector import Collector, Job
 from tests.tiny_run import compiled_once, config, tiny_checkpoint
 
@@ -21,9 +21,9 @@ class Told(Collector):
         self._groups = list(groups)
         self.asked: list[object] = []
 
-    def collect(self, jobs: Sequence[Job], num_generations: int, purpose: str, temperature: float) -> list[Group]:
+    def collect(self, jobs: Sequence[Job], num_generations: int, purpose: str, sampling: SamplingParams) -> list[Group]:
         """Return the groups."""
-        self.asked.append(([(job.task.id, job.first_attempt) for job in jobs], num_generations, purpose, temperature))
+        self.asked.append(([(job.task.id, job.first_attempt) for job in jobs], num_generations, purpose, sampling))
         return self._groups
 
 
@@ -68,8 +68,13 @@ def test_nothing_scored_is_not_a_score_of_zero(tmp_path: Path) -> None:
 def test_every_task_is_attempted_once_with_draws_of_its_own(tmp_path: Path) -> None:
     told = Told([FAILED])
     tasks = [Task("a", ()), Task("b", ())]
-    run_eval(told, tasks, config(tmp_path, "eval.temperature=0.3"))
-    assert told.asked == [([("a", 0), ("b", 0)], 1, "eval", 0.3)]
+    run_eval(
+        told,
+        tasks,
+        config(tmp_path, "eval.temperature=0.3", "eval.top_k=5", "eval.top_p=0.9", "eval.min_p=0.1", "sampler.stop=['x']"),
+    )
+    expected = SamplingParams(max_tokens=8, temperature=0.3, top_k=5, top_p=0.9, min_p=0.1, stop=("x",))
+    assert told.asked == [([("a", 0), ("b", 0)], 1, "eval", expected)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,6 +95,8 @@ def test_an_evaluation_repeats(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     warm = evaluate(config(tmp_path / "run", "eval.num_tasks=6", "eval.temperature=1.0"))
     assert 0 < warm.reward_mean < 1
+    likeliest = evaluate(config(tmp_path / "run", "eval.num_tasks=6", "eval.temperature=1.0", "eval.top_k=1"))
+    assert [found.rollouts[0].text for found in likeliest.groups] == texts[0], "which is what temperature 0 takes"
     assert not (tmp_path / "run").exists(), "an evaluation belongs to no run"
 
 

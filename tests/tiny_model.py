@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,10 +22,11 @@ from rljax.models.decoder import abstract_params
 from rljax.models.lora import LoraSpec, abstract_adapter
 from rljax.pytree import Params
 from rljax.recipe import load
-from rljax.records import Completion, Group, Provenance, Rollout, Score, Task
+from rljax.records import Completion, Group, Provenance, Rollout, SamplingParams, Score, Task
 from rljax.rollouts.batching import batch_shape, prepare
 from rljax.rollouts.weights import publisher
 from rljax.sampler.engine import Engine, Request, draw_key
+from rljax.sampler.stops import TextStream
 
 ARCH = Arch(
     vocab_size=300,  # more than one block of the draw, and no multiple of it
@@ -207,6 +208,8 @@ def engine_of(
     stop_ids: Sequence[int] = STOP_IDS,
     params: Params | None = None,
     version: int = 0,
+    logprobs: int | None = None,
+    open_text: Callable[[], TextStream] | None = None,
 ) -> Engine:
     """Return a new engine with weights."""
     engine = Engine(
@@ -220,6 +223,8 @@ def engine_of(
         readers=readers,
         decode_chunk_steps=decode_chunk_steps,
         dtype=dtype,
+        logprobs=logprobs,
+        open_text=open_text,
     )
     engine.set_weights(published(engine, host_params() if params is None else params, dtype), version)
     return engine
@@ -232,10 +237,11 @@ def published(engine: Engine, params: Params, dtype: str = "float32") -> Params:
     return publisher(engine.arch, engine.mesh, dtype)(whole)
 
 
-def request(ticket: Any, prompt: Sequence[int], max_tokens: int = 16, temperature: float = 1.0) -> Request:
+def request(ticket: Any, prompt: Sequence[int], max_tokens: int = 16, temperature: float = 1.0, **sampling: Any) -> Request:
     """Return a request whose draws are keyed by its ticket: (task id, attempt)."""
     task, attempt = ticket
-    return Request(ticket, tuple(prompt), draw_key(0, "test", task, attempt), max_tokens, temperature)
+    params = SamplingParams(max_tokens, temperature, **sampling)
+    return Request(ticket, tuple(prompt), draw_key(0, "test", task, attempt), params)
 
 
 def some_requests(count: int = 6, attempts: int = 2, temperature: float = 1.0, seed: int = 0) -> list[Request]:

@@ -106,13 +106,14 @@ def is_whole(checkpoint: Path) -> bool:
 
 def ask(checkpoint: Path, config: Config, teller: Teller) -> None:
     """Let the model answer one held-out question and print both."""
-    from rljax.chat import Chat, ChatOptions  # brings jax
+    from rljax.chat import ChatOptions, sample  # brings jax
+    from rljax.records import SamplingParams
 
     task = task_maker(config.env.name, config.env.options)(0, "eval")
     sampler = config.sampler
-    options = ChatOptions(0.0, sampler.max_completion_length, sampler.max_prompt_length, seed=0)
+    sampling = SamplingParams(max_tokens=sampler.max_completion_length, temperature=0.0, stop=sampler.stop)
     question = str(task.messages[0]["content"])
-    answer = "".join(Chat(checkpoint, options).say(question))
+    answer = sample(checkpoint, question, ChatOptions(sampling, context=sampler.max_prompt_length, seed=0))[0].text
     teller.say(f"  question: {question}\n  answer:   {answer.strip()}")
 
 

@@ -408,14 +408,19 @@ class DecodeStream:
         self._skip_special = skip_special
         self._shown: list[int] = []  # the last tokens printed: some decoders treat the first token of a text differently
         self._held: list[int] = []
+        self._given = 0  # characters of the held ids that were given already
+        self._waiting = 0  # ids since the incomplete character at their end began
 
     def push(self, token_id: SupportsIndex) -> str:
-        """Take the next id and give the text that is certain now; empty while a character is incomplete."""
+        """Take the next id and give the text that is certain now: all but an incomplete character at the end."""
         self._held.append(int(token_id))
         text = self._new_text()
-        if text.endswith("\ufffd") and len(self._held) < _HELD_TOKENS:
-            return ""
-        return self._release(text)
+        certain = text.rstrip("\ufffd")
+        self._waiting = 1 if len(certain) > self._given else self._waiting + 1
+        if certain == text or self._waiting == _HELD_TOKENS:
+            return self._release(text)
+        fresh, self._given = certain[self._given :], max(self._given, len(certain))
+        return fresh
 
     def flush(self) -> str:
         """Give what is still held back, broken or not."""
@@ -426,8 +431,10 @@ class DecodeStream:
         return self._tokenizer.decode([*self._shown, *self._held], self._skip_special)[len(before) :]
 
     def _release(self, text: str) -> str:
-        self._shown, self._held = self._held, []
-        return text
+        fresh, self._given, self._waiting = text[self._given :], 0, 0
+        # Ids that show nothing do not take the place of those that do: what follows them is still no beginning.
+        self._shown, self._held = self._held if text else [*self._shown, *self._held][-_HELD_TOKENS:], []
+        return fresh
 
 
 _PROBE: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PLACEHOLDER}]

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -26,8 +27,10 @@ from rljax.config import Config
 from rljax.data.tokenizer import Tokenizer
 from rljax.envs.pool import LocalPool
 from rljax.envs.replies import Reply, score_from
-from rljax.records import Completion, Group, Observation, Provenance, Rollout, StepResult, Task
+from rljax.records import Completion, Group, Observation, Provenance, Rollout, SamplingParams, StepResult, Task
+from rljax.rollouts.sampling import train_params
 from rljax.sampler.engine import Engine, Request, draw_key
+from rljax.sampler.stops import text_before_stop
 from rljax.telemetry.profile import Clock
 
 _POOL_WAIT = 0.2  # seconds between two looks at `stop` while only environments work
@@ -75,6 +78,7 @@ class _Episode:
     choices: list[np.ndarray] = field(default_factory=list)
     replayed: int = 0
     finish_reason: str = "length"
+    closed: bool = False
     rollout: Rollout | None = None
 
     @property
@@ -113,23 +117,23 @@ class Collector:
         self._config, self._engine, self._pool, self._tokenizer = config, engine, pool, tokenizer
         self._clock, self._stop = clock, stop
         self._episodes: dict[tuple[str, int, int], _Episode] = {}
-        self._purpose, self._temperature = "train", 1.0
+        self._purpose, self._sampling = "train", train_params(config)
         self._chunk_seconds: float | None = None
 
-    def collect(self, jobs: Sequence[Job], num_generations: int, purpose: str, temperature: float) -> list[Group]:
+    def collect(self, jobs: Sequence[Job], num_generations: int, purpose: str, sampling: SamplingParams) -> list[Group]:
         """Attempt every task `num_generations` times and return the groups, in the order of the jobs.
 
         Args:
             jobs: Tasks and the numbers of their first attempts; no two equal.
             num_generations: Attempts per task.
             purpose: Separates the draws of training from those of evaluation.
-            temperature: Sampling temperature.
+            sampling: How the model's messages are drawn.
 
         Raises:
             Stopped: `stop` answered True.
             EnvironmentFailure: more than `env.max_failure_fraction` of the rollouts could not be scored.
         """
-        self._purpose, self._temperature = purpose, temperature
+        self._purpose, self._sampling = purpose, sampling
         episodes = [[_Episode(job.task, job.first_attempt + index) for index in range(num_generations)] for job in jobs]
         try:
             for episode in (episode for group in episodes for episode in group):
@@ -228,8 +232,7 @@ class Collector:
         if again and (result.messages, result.done) != (episode.heard[episode.replayed - 1].messages, False):
             raise ValueError("the environment answered the same messages otherwise when the episode was tried again")
         if not result.done and not again:
-            ended = episode.finish_reason == "stop"
-            ids = self._tokenizer.reply_ids(result.messages, ended=ended, tools=episode.tools)
+            ids = self._tokenizer.reply_ids(result.messages, ended=episode.closed, tools=episode.tools)
             episode.append(ids, Provenance.ENVIRONMENT, (), -1)
             episode.heard.append(result)
         return result.done
@@ -249,8 +252,7 @@ class Collector:
             self._end(episode)
             return
         key = draw_key(self._config.run.seed, self._purpose, episode.task.id, episode.attempt)
-        request = Request(episode.name, tuple(episode.tokens), key, sampler.max_completion_length, self._temperature)
-        self._engine.submit([request])
+        self._engine.submit([Request(episode.name, tuple(episode.tokens), key, self._sampling)])
 
     def _act(self, episode: _Episode, completion: Completion) -> None:
         """Take in one message of the model and tell the environment."""
@@ -259,7 +261,10 @@ class Collector:
             # What an earlier turn computed stays: its tokens were drawn under those experts.
             episode.choices.append(completion.choices[sum(map(len, episode.choices)) :])
         episode.finish_reason = completion.finish_reason
-        episode.texts.append(self._tokenizer.decode(completion.tokens, skip_special=True))
+        # A stop string ends a message without the token that closes the turn.
+        episode.closed = isinstance(completion.stop, int)
+        decode = partial(self._tokenizer.decode, skip_special=True)
+        episode.texts.append(text_before_stop(completion.tokens.tolist(), completion.stop, decode))
         self._continue(episode)
 
     def _end(self, episode: _Episode) -> None:

@@ -31,7 +31,7 @@ class Stack:
     Example:
         with open_stack(config, arch, tokenizer_dir, clock) as stack:
             stack.engine.set_weights(stack.publish(params), version=0)
-            groups = stack.collector.collect(jobs, 8, "train", 1.0)
+            groups = stack.collector.collect(jobs, 8, "train", train_params(config))
     """
 
     mesh: Mesh
@@ -46,8 +46,8 @@ class Stack:
     """Runs episodes."""
 
 
-def build_engine(config: Config, arch: Arch, mesh: Mesh, stop_ids: frozenset[int]) -> Engine:
-    """Return the sampler that the configuration describes.
+def build_engine(config: Config, arch: Arch, mesh: Mesh, tokenizer: Tokenizer) -> Engine:
+    """Return the sampler that the configuration describes, for a tokenizer's end tokens and text.
 
     Raises:
         ValueError: slots, lengths or the model do not fit each other or the mesh.
@@ -62,7 +62,7 @@ def build_engine(config: Config, arch: Arch, mesh: Mesh, stop_ids: frozenset[int
     return Engine(
         arch,
         mesh,
-        sorted(stop_ids),
+        sorted(tokenizer.stop_ids),
         slots=sampler.slots,
         max_prompt_length=sampler.max_prompt_length,
         max_completion_length=sampler.max_completion_length,
@@ -71,6 +71,7 @@ def build_engine(config: Config, arch: Arch, mesh: Mesh, stop_ids: frozenset[int
         decode_chunk_steps=sampler.decode_chunk,
         dtype=sampler.dtype,
         record_routing=config.algorithm.routing_replay,
+        open_text=tokenizer.decode_stream,
     )
 
 
@@ -109,7 +110,7 @@ def open_stack(
         step_timeout=env.step_timeout,
         log_dir=log_dir,
     ) as pool:
-        engine = build_engine(config, arch, mesh, tokenizer.stop_ids)
+        engine = build_engine(config, arch, mesh, tokenizer)
         collector = Collector(config, engine, pool, tokenizer, clock, stop)
         publish = publisher(
             arch, mesh, config.sampler.dtype, spec_of(arch, config.lora), separate=config.sampler.lora == "separate"

@@ -45,6 +45,18 @@ class LayerCache(NamedTuple):
 
 
 @pytree
+class Report:
+    """What the model itself thinks of each drawn token: temperature 1, nothing added or left out (nats)."""
+
+    chosen: Float[Array, "b o"]
+    """Log-probability of the token."""
+    ids: Int[Array, "b o n"]
+    """The most likely tokens in its place, most likely first."""
+    logp: Float[Array, "b o n"]
+    """Their log-probabilities."""
+
+
+@pytree
 class Progress:
     """How far each rollout is, one entry per slot."""
 
@@ -68,6 +80,8 @@ class Progress:
     """How many tokens have been drawn."""
     out_choices: UInt[Array, "b o l e"] | None
     """Experts of the token that each was drawn from, per layer with experts; None unless they are recorded."""
+    report: Report | None
+    """More about them, in engines that report it."""
 
 
 @pytree
@@ -101,6 +115,7 @@ def empty_slots(
     dtype: jnp.dtype,
     mesh: Mesh,
     record_routing: bool = False,
+    logprobs: int | None = None,
 ) -> Slots:
     """Allocate idle slots, laid out on the mesh.
 
@@ -113,6 +128,7 @@ def empty_slots(
         dtype: Type of the cache.
         mesh: Devices.
         record_routing: Whether there is room for the experts that tokens go to.
+        logprobs: Most likely tokens that are reported at each position; None for no report.
     """
     shards, heads, channels = data_shards(mesh), arch.num_kv_heads, arch.head_dim
 
@@ -140,10 +156,16 @@ def empty_slots(
             out_logp=jnp.zeros((slots, outputs), jnp.float32),
             count=jnp.zeros(slots, jnp.int32),
             out_choices=no_choices(),
+            report=None if logprobs is None else _empty_report(slots, outputs, logprobs),
         )
         return Slots(tuple(LayerCache(pool(prompt_arenas), pool(own_arenas)) for _ in range(arch.num_layers)), progress)
 
     return jax.jit(build, out_shardings=slots_sharding(mesh))()
+
+
+def _empty_report(slots: int, outputs: int, logprobs: int) -> Report:
+    likely = (slots, outputs, logprobs)
+    return Report(jnp.zeros((slots, outputs), jnp.float32), jnp.zeros(likely, jnp.int32), jnp.zeros(likely, jnp.float32))
 
 
 def slots_sharding(mesh: Mesh) -> Any:

@@ -7,23 +7,24 @@ included, is made by the same code.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
+from rljax.algorithms.logprobs import token_logprobs
 from rljax.mesh import DATA_AXES
 from rljax.models.arch import Arch
 from rljax.models.block import KeyValue
 from rljax.models.decoder import logits, merge
 from rljax.models.moe import Routing
 from rljax.pytree import Params, pytree
-from rljax.sampler.cache import LayerCache, Progress, Slots
+from rljax.sampler.cache import LayerCache, Progress, Report, Slots
+from rljax.sampler.draw import Rules, draw, end_ids, likely, reshaped, uniforms
 from rljax.sampler.paged import Tables, paged_attention, store_prompts
 
-_BLOCK = 256  # vocabulary entries per block of the two-level draw
+_SCORED_POSITIONS = 64  # positions of a prompt whose logits exist at the same time
 
 
 @pytree
@@ -56,13 +57,6 @@ class Starts:
     """Sampling temperature."""
 
 
-class Draw(NamedTuple):
-    """A drawn token and its log-probability under the distribution it was drawn from (nats)."""
-
-    token: Int[Array, " b"]
-    logp: Float[Array, " b"]
-
-
 def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Prompts) -> tuple[Slots, UInt[Array, "a s l e"] | None]:
     """Compute the prompts' keys and values and store them in their blocks; return the experts of their tokens, too.
 
@@ -92,6 +86,27 @@ def _choices(arch: Arch, routing: Routing | None) -> UInt[Array, "a s l e"] | No
     return jnp.moveaxis(routing.choices, 0, 2).astype(arch.experts.choice_dtype)
 
 
+def score_prompts(arch: Arch, params: Params, tokens: Int[Array, "a s"], lengths: Int[Array, " a"]) -> Float[Array, "a s"]:
+    """Return each token's log-probability given those before it, under the model itself (nats); NaN for a row's first.
+
+    Entries beyond a row's length mean nothing.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    decoder, segments = merge(arch, params), (positions < lengths[:, None]).astype(jnp.int32)
+    hidden, _ = decoder(tokens, positions, segments, dtype=params["embed"].dtype)
+    logp, _ = token_logprobs(
+        hidden[:, :-1],
+        decoder.head_table,
+        tokens[:, 1:],
+        temperature=1.0,
+        valid_vocab=arch.valid_vocab,
+        soft_cap=arch.final_soft_cap,
+        chunk=_SCORED_POSITIONS,
+        length=jnp.max(lengths) - 1,
+    )
+    return jnp.pad(logp, ((0, 0), (1, 0)), constant_values=jnp.nan)
+
+
 def start(progress: Progress, new: Starts) -> Progress:
     """Begin new rollouts whose prompts are stored."""
     fresh = {"token": new.token, "position": new.position, "origin": new.position, "remaining": new.limit}
@@ -102,9 +117,19 @@ def start(progress: Progress, new: Starts) -> Progress:
 
 
 def decode_chunk(
-    arch: Arch, mesh: Mesh, steps: int, params: Params, slots: Slots, tables: Tables, stop_ids: Int[Array, " e"]
+    arch: Arch,
+    mesh: Mesh,
+    steps: int,
+    params: Params,
+    slots: Slots,
+    tables: Tables,
+    stop_ids: Int[Array, " e"],
+    rules: Rules | None,
 ) -> Slots:
-    """Draw up to `steps` tokens in every slot that has any left; stop early when none has."""
+    """Draw up to `steps` tokens in every slot that has any left; stop early when none has.
+
+    Without rules all slots draw from their tempered distributions until a stop id.
+    """
 
     def unfinished(carry: tuple[Array, Slots]) -> Array:
         step, state = carry
@@ -112,20 +137,27 @@ def decode_chunk(
 
     def advance(carry: tuple[Array, Slots]) -> tuple[Array, Slots]:
         step, state = carry
-        return step + 1, _decode_step(arch, mesh, params, state, tables, stop_ids)
+        return step + 1, _decode_step(arch, mesh, params, state, tables, stop_ids, rules)
 
     return jax.lax.while_loop(unfinished, advance, (jnp.int32(0), slots))[1]
 
 
-def _decode_step(arch: Arch, mesh: Mesh, params: Params, state: Slots, tables: Tables, stop_ids: Int[Array, " e"]) -> Slots:
+def _decode_step(
+    arch: Arch, mesh: Mesh, params: Params, state: Slots, tables: Tables, stop_ids: Int[Array, " e"], rules: Rules | None
+) -> Slots:
     """Feed each slot's token and draw the next one."""
     decoder, dtype, now = merge(arch, params), params["embed"].dtype, state.progress
     attention = paged_attention(arch, mesh, tables, now.position, now.origin)
     fed, record = (now.token[:, None], now.position[:, None]), now.out_choices is not None
     hidden, cache, routing = decoder.continued(*fed, attention, state.cache, dtype=dtype, record_routing=record)
-    drawn = draw(logits(decoder, hidden[:, 0]), now.temperature, uniforms(now.draw_key, now.position + 1))
+    scores = logits(decoder, hidden[:, 0])
+    ends, allowed = stop_ids[None, :], scores
+    if rules is not None:
+        ends = end_ids(rules, stop_ids)
+        allowed = reshaped(scores, now.temperature, now.count, rules, ends)
+    drawn = draw(allowed, now.temperature, uniforms(now.draw_key, now.position + 1))
     active = now.remaining > 0
-    ended = jnp.any(drawn.token[:, None] == stop_ids[None, :], axis=1)
+    ended = jnp.any(drawn.token[:, None] == ends, axis=1)
     written = jnp.arange(now.out_tokens.shape[1])[None, :] == jnp.where(active, now.count, -1)[:, None]
     progress = dataclasses.replace(
         now,
@@ -136,6 +168,7 @@ def _decode_step(arch: Arch, mesh: Mesh, params: Params, state: Slots, tables: T
         out_logp=jnp.where(written, drawn.logp[:, None], now.out_logp),
         count=jnp.where(active, now.count + 1, now.count),
         out_choices=_with_choices(now, active, _choices(arch, routing)),
+        report=None if now.report is None else _reported(now.report, written, scores, drawn.token),
     )
     return Slots(cache, progress)
 
@@ -152,51 +185,11 @@ def _with_choices(now: Progress, active: Bool[Array, " b"], choices: UInt[Array,
     return jax.vmap(write)(now.out_choices, jnp.where(active, now.count, now.out_choices.shape[1]), choices)
 
 
-def uniforms(draw_key: UInt32[Array, "b 2"], position: Int[Array, " b"]) -> Float[Array, " b"]:
-    """Return one number in [0, 1) per slot, a function of its rollout's key and the position of the token to draw."""
-
-    def one(key: Array, at: Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), at))
-
-    return jax.vmap(one)(draw_key, position)
-
-
-def draw(logits: Float[Array, "b v"], temperature: Float[Array, " b"], uniform: Float[Array, " b"]) -> Draw:
-    """Draw one token per row from softmax(logits / temperature) by inverting its cumulative distribution.
-
-    One uniform number per row decides, so a row's token depends on nothing but its own logits and number. The
-    distribution is summed in blocks; the block that holds the number is found first, then the token inside it: two
-    short scans instead of one over the whole vocabulary. At temperature 0 the most likely token is taken, with
-    probability 1 (log-probability 0).
-    """
-    rows, vocab = logits.shape
-    greedy = temperature == 0
-    scale = jnp.where(greedy, 1.0, temperature)[:, None]
-    # Division by a positive number keeps the order, so the maximum may be taken first; scaled logits are never stored.
-    top = jnp.max(logits, axis=1, keepdims=True) / scale
-    blocks = jnp.pad(logits, ((0, 0), (0, -vocab % _BLOCK)), constant_values=-jnp.inf).reshape(rows, -1, _BLOCK)
-    masses = jnp.exp(blocks / scale[:, None] - top[:, None]).sum(axis=2)
-    reached = jnp.cumsum(masses, axis=1)
-    total = reached[:, -1]
-    target = uniform * total
-    block = _first_above(reached, target, masses)
-    before = jnp.take_along_axis(reached - masses, block[:, None], axis=1)
-    inside = jnp.exp(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0] / scale - top)
-    within = _first_above(jnp.cumsum(inside, axis=1), target - before[:, 0], inside)
-    drawn = (block * _BLOCK + within).astype(jnp.int32)
-
-    def take_likeliest() -> Int[Array, " b"]:
-        return jnp.where(greedy, jnp.argmax(logits, axis=1), drawn).astype(jnp.int32)
-
-    # A search of the whole vocabulary, which only a greedy row is worth.
-    token = jax.lax.cond(jnp.any(greedy), take_likeliest, lambda: drawn)
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=1) / scale
-    return Draw(token, jnp.where(greedy, 0.0, (chosen - top)[:, 0] - jnp.log(total)))
-
-
-def _first_above(reached: Float[Array, "b n"], target: Float[Array, " b"], mass: Float[Array, "b n"]) -> Int[Array, " b"]:
-    """Return the first entry whose cumulative mass exceeds the target; never one without mass, whatever the rounding."""
-    index = jnp.arange(reached.shape[1])
-    last = jnp.max(jnp.where(mass > 0, index, 0), axis=1)
-    above = (reached > target[:, None]) & (mass > 0)
-    return jnp.minimum(jnp.min(jnp.where(above, index, reached.shape[1]), axis=1), last)
+def _reported(report: Report, written: Bool[Array, "b o"], scores: Float[Array, "b v"], token: Int[Array, " b"]) -> Report:
+    """Write what the model itself thinks of the position into the report."""
+    found = likely(scores, token, report.ids.shape[2])
+    return Report(
+        jnp.where(written, found.chosen[:, None], report.chosen),
+        jnp.where(written[..., None], found.ids[:, None], report.ids),
+        jnp.where(written[..., None], found.logp[:, None], report.logp),
+    )

@@ -14,7 +14,7 @@ import hashlib
 import heapq
 import math
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,11 +27,14 @@ from jax.sharding import Mesh
 from rljax.mesh import DATA_AXES, data_shards, sharding
 from rljax.models.arch import Arch
 from rljax.pytree import Params
-from rljax.records import Completion
+from rljax.records import Completion, SamplingParams, TopTokens
 from rljax.sampler.blocks import Ledger, Pool, blocks_for, empty_tables
-from rljax.sampler.cache import BLOCK, Slots, arena_sizes, empty_slots, slots_sharding
-from rljax.sampler.decode import Prompts, Starts, decode_chunk, fill, start
+from rljax.sampler.cache import BLOCK, Report, Slots, arena_sizes, empty_slots, slots_sharding
+from rljax.sampler.decode import Prompts, Starts, decode_chunk, fill, score_prompts, start
+from rljax.sampler.draw import Rules
 from rljax.sampler.paged import Tables
+from rljax.sampler.rules import build_rules, end_tokens, has_rules, refuse_impossible
+from rljax.sampler.stops import StopStream, TextStream
 
 _FIRST_OWN_BLOCKS = 2  # per slot, in the first arena
 _COLUMNS = (2,)  # blocks per slot that tables have room for, these times a power of two
@@ -45,7 +48,7 @@ class Request:
     """One rollout to sample.
 
     Example:
-        Request(ticket=("task", 0), prompt=(1, 5, 6), key=draw_key(0, "train", "task", 0), max_tokens=32, temperature=1.0)
+        Request(("task", 0), prompt=(1, 5, 6), key=draw_key(0, "train", "task", 0), params=SamplingParams(max_tokens=32))
     """
 
     ticket: Hashable
@@ -53,11 +56,9 @@ class Request:
     prompt: tuple[int, ...]
     """Token ids to continue; requests with equal prompts share one computation of it."""
     key: tuple[int, int]
-    """Random key of the rollout, from `draw_key`."""
-    max_tokens: int
-    """Longest completion (tokens)."""
-    temperature: float
-    """Sampling temperature; 0 takes the most likely token."""
+    """Random key of the rollout, from `draw_key`; the seed of everything that is drawn for it."""
+    params: SamplingParams
+    """How it is drawn, and what is reported."""
 
 
 @dataclass(slots=True)
@@ -68,6 +69,10 @@ class _Running:
     version: int
     reach: int
     """Tokens that it may have drawn by the end of the chunk in progress."""
+    text: StopStream | None = None
+    """Looks for its stop strings, if it has any."""
+    prompt_logp: tuple[jax.Array, int] | None = None
+    """Log-probabilities of prompts, and which row is its own, if they were asked for."""
 
 
 def draw_key(seed: int, purpose: str, task_id: str, attempt: int) -> tuple[int, int]:
@@ -96,6 +101,8 @@ class Engine:
         decode_chunk_steps: int,
         dtype: Any,
         record_routing: bool = False,
+        logprobs: int | None = None,
+        open_text: Callable[[], TextStream] | None = None,
     ):
         """Allocate the cache; programs compile on first use.
 
@@ -112,6 +119,8 @@ class Engine:
             decode_chunk_steps: Decode steps between two looks by the host.
             dtype: Type of parameters and products, and of the cache except on CPUs, where it is float32.
             record_routing: Whether completions tell to which experts their tokens went.
+            logprobs: Most likely tokens that requests may have reported; None for no report. Every step pays for it.
+            open_text: Opens a stream from the tokens of one completion to text; stop strings need it.
 
         Raises:
             ValueError: slots do not divide over the mesh, nothing ends a completion, the cache is too small, or the model has
@@ -127,27 +136,29 @@ class Engine:
         self.mesh, self.arch, self.slots = mesh, arch, slots
         self.max_prompt_length, self.max_completion_length = max_prompt_length, max_completion_length
         self._per_shard, self._steps = slots // self.shards, decode_chunk_steps
-        self._rows = -(-self._per_shard // readers)  # prompts per prefill and data shard
+        self._rows, self._readers = -(-self._per_shard // readers), min(readers, self._per_shard)  # _rows: per prefill
+        self._ends, self._row_sharding = frozenset(stop_ids), sharding(mesh, DATA_AXES)
+        self._logprobs, self._open_text = logprobs, open_text
         self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
-        self._row_sharding = sharding(mesh, DATA_AXES)
         self._columns = blocks_for(max_prompt_length - 1), blocks_for(max_completion_length)
-        prompt_arenas, own_arenas = self._arenas(cache_tokens)
-        self._arena_ends = tuple(np.cumsum(arenas).tolist() for arenas in (prompt_arenas, own_arenas))
-        self._readers = min(readers, self._per_shard)
-        self._ledgers = [Ledger(self.shards, self._readers, Pool(prompt_arenas), Pool(own_arenas)) for _ in range(self.shards)]
+        arenas = self._arenas(cache_tokens)
+        self._arena_ends = tuple(np.cumsum(pool).tolist() for pool in arenas)
+        self._ledgers = [Ledger(self.shards, self._readers, *map(Pool, arenas)) for _ in range(self.shards)]
         # XLA:CPU writes into a bfloat16 array by converting all of it to float32 and back.
         cache_dtype = jnp.dtype("float32" if mesh.devices.flat[0].platform == "cpu" else dtype)
-        sizes = slots, prompt_arenas, own_arenas, max_completion_length
-        self._state: Slots = empty_slots(arch, *sizes, cache_dtype, mesh, record_routing)
+        self._state = empty_slots(arch, slots, *arenas, max_completion_length, cache_dtype, mesh, record_routing, logprobs)
         # The slots are donated: a program that copied the cache instead of updating it would double the memory.
         layout = slots_sharding(mesh)
         self._fill = jax.jit(partial(fill, arch, mesh), donate_argnums=1, out_shardings=(layout, self._row_sharding))
         self._start = jax.jit(start, donate_argnums=0, out_shardings=layout.progress)
         self._decode = jax.jit(partial(decode_chunk, arch, mesh, decode_chunk_steps), donate_argnums=1, out_shardings=layout)
+        self._score = jax.jit(partial(score_prompts, arch))
         self._params: Params | None = None
         self._version = -1
         self._waiting: deque[Request] = deque()
         self._running: dict[int, _Running] = {}  # by slot, in the order of admission
+        self._rules: tuple[dict[int, SamplingParams], Rules] | None = None  # who asks for what, and the same on the device
+        self._halted: set[int] = set()  # slots that were vacated while the device still draws in them
         self._free = [list(range(self._per_shard)) for _ in range(self.shards)]  # per data shard, a heap
         self.preempted = 0
         """Rollouts sent back for want of blocks so far."""
@@ -176,7 +187,8 @@ class Engine:
         """Queue rollouts; those with equal prompts should stand next to each other.
 
         Raises:
-            ValueError: a request does not fit the prompt or completion length. Nothing is queued then.
+            ValueError: a request does not fit the prompt or completion length, or asks for what cannot be drawn or reported.
+                Nothing is queued then.
         """
         for request in requests:
             if not 1 <= len(request.prompt) <= self.max_prompt_length:
@@ -184,11 +196,12 @@ class Engine:
                     f"the prompt of {request.ticket} has {len(request.prompt)} tokens; "
                     f"sampler.max_prompt_length allows 1 to {self.max_prompt_length}"
                 )
-            if not 1 <= request.max_tokens <= self.max_completion_length:
+            if request.params.max_tokens > self.max_completion_length:
                 raise ValueError(
-                    f"{request.ticket} asks for {request.max_tokens} tokens; "
+                    f"{request.ticket} asks for {request.params.max_tokens} tokens; "
                     f"sampler.max_completion_length allows 1 to {self.max_completion_length}"
                 )
+            refuse_impossible(request.params, self.arch, self._ends, self._logprobs, self._open_text is not None)
         self._waiting.extend(requests)
 
     def step(self) -> None:
@@ -196,13 +209,16 @@ class Engine:
         assert self._params is not None, "set_weights comes before step"
         with jax.set_mesh(self.mesh):
             # Those that run come first: a newcomer they would have to send back again is not let in.
-            sent_back = self._make_room()
+            stopped = self._make_room() | self._halted
+            self._halted.clear()
             started = self._admit()
-            if sent_back or started:
-                progress = self._start(self._state.progress, self._starts(sent_back | started))
+            if stopped or started:
+                progress = self._start(self._state.progress, self._starts(stopped | started))
                 self._state = Slots(self._state.cache, progress)
+            self._score_prompts(started)
             if self._running:
-                self._state = self._decode(self._params, self._state, self._tables(), self._stop_ids)
+                rules = self._rules_in_use()
+                self._state = self._decode(self._params, self._state, self._tables(), self._stop_ids, rules)
 
     def poll(self) -> list[tuple[Hashable, Completion]]:
         """Wait for the chunk in progress and return the completions that ended with it."""
@@ -210,20 +226,60 @@ class Engine:
             return []
         progress = self._state.progress
         remaining, counts = jax.device_get((progress.remaining, progress.count))
-        ended = [slot for slot in self._running if remaining[slot] == 0]
-        if not ended:
+        ends = {slot: int(counts[slot]) for slot in self._running if remaining[slot] == 0}
+        found: dict[int, str] = {}
+        if any(running.request.params.stop for running in self._running.values()):
+            for slot, tokens in enumerate(jax.device_get(progress.out_tokens)):
+                if slot in self._running and (stop := self._stop_string(self._running[slot], tokens[: counts[slot]])):
+                    ends[slot], found[slot] = stop
+        if not ends:
             return []
-        tokens, logps, experts = jax.device_get((progress.out_tokens, progress.out_logp, progress.out_choices))
-        stops = set(np.asarray(self._stop_ids).tolist())
-        done = []
-        for slot in ended:
-            choices = None if experts is None else self._with_prompt(slot, experts[slot, : counts[slot]])
-            running = self._vacate(slot)
-            drawn = tokens[slot, : counts[slot]].copy()
-            reason = "stop" if int(drawn[-1]) in stops else "length"
-            logp = logps[slot, : counts[slot]].copy()
-            done.append((running.request.ticket, Completion(drawn, logp, running.version, reason, choices)))
-        return done
+        self._halted |= {slot for slot in ends if remaining[slot]}
+        outputs = jax.device_get((progress.out_tokens, progress.out_logp, progress.report, progress.out_choices))
+        return [self._harvest(slot, count, found.get(slot), *outputs) for slot, count in ends.items()]
+
+    def _stop_string(self, running: _Running, tokens: np.ndarray) -> tuple[int, str] | None:
+        """Return how many of the tokens drawn so far stay and the stop string that they end with, if they do."""
+        params = running.request.params
+        if not params.stop:
+            return None
+        if running.text is None:
+            assert self._open_text is not None, "such a request is refused"
+            running.text = StopStream(self._open_text(), params.stop, params.min_tokens)
+        for token in tokens[running.text.count :]:
+            running.text.push(token)
+            if running.text.stop is not None:
+                return running.text.count, running.text.stop
+        return None
+
+    def _harvest(
+        self,
+        slot: int,
+        count: int,
+        stop: str | None,
+        tokens: np.ndarray,
+        logps: np.ndarray,
+        report: Report | None,
+        experts: np.ndarray | None,
+    ) -> tuple[Hashable, Completion]:
+        """Free a slot and return its completion of so many tokens."""
+        choices = None if experts is None else self._with_prompt(slot, experts[slot, :count])
+        running = self._vacate(slot)
+        params, drawn = running.request.params, tokens[slot, :count].copy()
+        last = int(drawn[-1])
+        ended: str | int | None = last if stop is None and last in end_tokens(params, self._ends) else stop
+        raw, top, prompt_logp = None, None, None
+        if params.logprobs is not None:
+            assert report is not None, "such a request is refused"
+            raw, ids, likely = (np.asarray(part)[slot, :count] for part in (report.chosen, report.ids, report.logp))
+            raw, top = raw.copy(), TopTokens(ids[:, : params.logprobs].copy(), likely[:, : params.logprobs].copy())
+        if running.prompt_logp is not None:
+            logp_of_prompts, row = running.prompt_logp
+            prompt_logp = np.asarray(logp_of_prompts)[row, : len(running.request.prompt)].copy()
+        reason = "length" if ended is None else "stop"
+        logp = logps[slot, :count].copy()
+        done = Completion(drawn, logp, running.version, reason, ended, raw, top, prompt_logp, choices)
+        return running.request.ticket, done
 
     def stream(self, request: Request) -> Iterator[np.ndarray]:
         """Sample one rollout and yield its tokens as they come, for a person who watches."""
@@ -233,10 +289,13 @@ class Engine:
         while self.pending:
             self.step()
             slot = next(slot for slot, running in self._running.items() if running.request is request)
+            # Only what is left after the search for stop strings is shown.
+            if done := self.poll():
+                yield done[0][1].tokens[sent:]
+                return
             count = int(jax.device_get(self._state.progress.count)[slot])
             yield jax.device_get(self._state.progress.out_tokens)[slot, sent:count].copy()
             sent = count
-            self.poll()
 
     def abort(self) -> None:
         """Forget every waiting and running rollout."""
@@ -280,7 +339,7 @@ class Engine:
                 if slot is None:
                     break
                 request = self._waiting.popleft()
-                self._running[slot] = _Running(request, self._version, min(request.max_tokens, self._steps))
+                self._running[slot] = _Running(request, self._version, min(request.params.max_tokens, self._steps))
                 starting.add(slot)
                 seated += 1
             if any(rows):
@@ -296,7 +355,7 @@ class Engine:
     def _seat(self, request: Request, rows: list[_Rows]) -> int | None:
         """Return a slot with blocks for the request: where its prompt is stored, else where one more can be computed."""
         prompt = request.prompt[:-1]
-        tokens = min(request.max_tokens, self._steps)
+        tokens = min(request.params.max_tokens, self._steps)
         shards = [shard for shard in range(self.shards) if self._free[shard]]
         # Where the prompt is stored, else where most slots are free: shards fill evenly.
         shards.sort(key=lambda shard: (not self._ledgers[shard].has_place(prompt), -len(self._free[shard])))
@@ -331,7 +390,7 @@ class Engine:
         sent_back: set[int] = set()
         for slot, running in list(self._running.items()):
             shard, local = divmod(slot, self._per_shard)
-            running.reach = min(running.reach + self._steps, running.request.max_tokens)
+            running.reach = min(running.reach + self._steps, running.request.params.max_tokens)
             start = len(running.request.prompt) - 1
             while slot in self._running and not self._ledgers[shard].extend(local, start, running.reach):
                 youngest = next(other for other in reversed(self._running) if other // self._per_shard == shard)
@@ -357,6 +416,31 @@ class Engine:
                 tokens[row, : len(prompt)], lengths[row], blocks[row, : len(taken)] = prompt, len(prompt), taken
         return Prompts(**jax.device_put({"tokens": tokens, "lengths": lengths, "blocks": blocks}, self._row_sharding))
 
+    def _score_prompts(self, started: Collection[int]) -> None:
+        """Start computing the log-probabilities of the prompts whose requests ask for them."""
+        asking = [self._running[slot] for slot in started if self._running[slot].request.params.prompt_logprobs]
+        rows = self.shards * self._rows
+        for first in range(0, len(asking), rows):
+            prompts = [running.request.prompt for running in asking[first : first + rows]]
+            tokens = np.zeros((rows, self._bucket(max(map(len, prompts)))), np.int32)
+            lengths = np.zeros(rows, np.int32)
+            for row, prompt in enumerate(prompts):
+                tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+            logp = self._score(self._params, *jax.device_put((tokens, lengths), self._row_sharding))
+            for row, running in enumerate(asking[first : first + rows]):
+                running.prompt_logp = logp, row
+
+    def _rules_in_use(self) -> Rules | None:
+        """Return what running requests ask of the draw; it is sent to the device again only when that has changed."""
+        asked = {slot: run.request.params for slot, run in self._running.items() if has_rules(run.request.params)}
+        if not asked:
+            return None
+        if self._rules is None or asked != self._rules[0]:
+            before = None if self._rules is None else self._rules[1]
+            rules = build_rules(asked, self.slots, self.arch.vocab_size, before)
+            self._rules = asked, jax.device_put(rules, self._row_sharding)
+        return self._rules[1]
+
     def _starts(self, slots: Collection[int]) -> Starts:
         """Build the arrays that start rollouts in these slots, and stop those that nothing runs in."""
         starts = np.zeros(self.slots, bool)
@@ -367,7 +451,7 @@ class Engine:
             if slot in self._running:
                 request = self._running[slot].request
                 token[slot], position[slot] = request.prompt[-1], len(request.prompt) - 1
-                limit[slot], key[slot], temperature[slot] = request.max_tokens, request.key, request.temperature
+                limit[slot], key[slot], temperature[slot] = request.params.max_tokens, request.key, request.params.temperature
         fields = {"starts": starts, "token": token, "position": position, "limit": limit}
         fields |= {"draw_key": key, "temperature": temperature}
         return Starts(**jax.device_put(fields, self._row_sharding))

@@ -15,7 +15,7 @@ def test_cached_decode_equals_full_forward(temperature: float) -> None:
     requests = some_requests(8, 2, temperature)
     done = run(warm_engine(), requests)
     for asked in requests:
-        limits = {"max_tokens": asked.max_tokens, "temperature": temperature, "stop_ids": STOP_IDS}
+        limits = {"max_tokens": asked.params.max_tokens, "temperature": temperature, "stop_ids": STOP_IDS}
         tokens, logp = generate(ARCH, host_params(), asked.prompt, asked.key, **limits)
         assert done[asked.ticket].tokens.tolist() == tokens
         np.testing.assert_allclose(done[asked.ticket].logp, logp, rtol=0, atol=LOGP_ATOL)

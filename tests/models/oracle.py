@@ -19,6 +19,7 @@ from rljax.models.arch import Arch
 from rljax.models.hf import open_hf
 from rljax.models.layout import fill
 from rljax.pytree import Params
+from rljax.records import SamplingParams
 from rljax.rollouts.weights import publisher
 from rljax.sampler.engine import Engine, Request
 
@@ -173,7 +174,8 @@ def our_completions(
         dtype="float32",
     )
     engine.set_weights(publisher(arch, mesh, "float32")(jax.tree.map(jnp.asarray, params)), 0)
-    engine.submit([Request(row, tuple(map(int, prompt)), (row, 1), steps, temperature) for row, prompt in enumerate(prompts)])
+    sampling = SamplingParams(max_tokens=steps, temperature=temperature)
+    engine.submit([Request(row, tuple(map(int, prompt)), (row, 1), sampling) for row, prompt in enumerate(prompts)])
     engine.step()
     done = dict(engine.poll())
     rows = [done[row] for row in range(len(prompts))]

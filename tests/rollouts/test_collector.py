@@ -20,7 +20,7 @@ from rljax.learner.state import learner_params
 from rljax.mesh import build_mesh
 from rljax.models import decoder
 from rljax.pytree import Params
-from rljax.records import Completion, Group, Provenance, Rollout, Task
+from rljax.records import Completion, Group, Provenance, Rollout, SamplingParams, Task
 from rljax.rollouts.collector import Collector, EnvironmentFailure, Job, Stopped
 from rljax.rollouts.stack import build_engine
 from rljax.rollouts.weights import publisher
@@ -39,9 +39,9 @@ Say = Callable[[Request], Sequence[int]]
 class ScriptedEngine(Engine):
     """Says what it is told to, so that a test knows every token; remembers what it was asked, and how much at a time."""
 
-    def __init__(self, say: Say, slots: int = 0) -> None:
-        """Take the script; without slots, nothing waits for them to fill."""
-        self._say, self.slots = say, slots
+    def __init__(self, say: Say, slots: int = 0, stop: str | None = None) -> None:
+        """Take the script and the stop string that ends what is said; without slots, nothing waits for them to fill."""
+        self._say, self.slots, self._stop = say, slots, stop
         self.asked: list[Request] = []
         self.chunks: list[int] = []
         self._open: list[Request] = []
@@ -63,7 +63,7 @@ class ScriptedEngine(Engine):
     def poll(self) -> list[tuple[Any, Completion]]:
         """Answer every request; the log-probability of a token is minus a hundredth of its place."""
         done, self._open = self._open, []
-        return [(request.ticket, _completion(self._say(request))) for request in done]
+        return [(request.ticket, _completion(self._say(request), self._stop)) for request in done]
 
     def abort(self) -> None:
         """Forget everything."""
@@ -82,9 +82,11 @@ class RecordingEngine(ScriptedEngine):
         ]
 
 
-def _completion(tokens: Sequence[int]) -> Completion:
+def _completion(tokens: Sequence[int], stop: str | None) -> Completion:
     logp = -0.01 * (1 + np.arange(len(tokens), dtype=np.float32))
-    return Completion(np.array(tokens, np.int32), logp, VERSION, "stop" if tokens[-1] == EOT else "length")
+    ended = tokens[-1] == EOT or stop is not None
+    found = EOT if tokens[-1] == EOT else stop
+    return Completion(np.array(tokens, np.int32), logp, VERSION, "stop" if ended else "length", found)
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +121,12 @@ def tasks(count: int) -> list[Task]:
     return [make(index, "train") for index in range(count)]
 
 
+def sampling(temperature: float) -> SamplingParams:
+    return SamplingParams(max_tokens=8, temperature=temperature)
+
+
 def collect(collector: Collector, count: int = 2, generations: int = GENERATIONS) -> list[Group]:
-    return collector.collect([Job(task, 0) for task in tasks(count)], generations, "train", 1.0)
+    return collector.collect([Job(task, 0) for task in tasks(count)], generations, "train", sampling(1.0))
 
 
 def rollouts(groups: Sequence[Group]) -> list[Rollout]:
@@ -146,7 +152,7 @@ def test_groups_come_in_the_order_of_the_jobs(tokenizer: Tokenizer, tmp_path: Pa
     engine = ScriptedEngine(lambda request: letters(tokenizer, "abc"))
     with collecting(tokenizer, tmp_path, engine, "Letters") as collector:
         jobs = [Job(task, first) for task, first in zip(tasks(3), (0, 4, 8), strict=True)]
-        groups = collector.collect(jobs, GENERATIONS, "train", 0.5)
+        groups = collector.collect(jobs, GENERATIONS, "train", sampling(0.5))
     assert [group.task.id for group in groups] == ["train/0", "train/1", "train/2"]
     assert [[rollout.attempt for rollout in group.rollouts] for group in groups] == [
         [0, 1, 2, 3],
@@ -162,7 +168,7 @@ def test_groups_come_in_the_order_of_the_jobs(tokenizer: Tokenizer, tmp_path: Pa
             assert rollout.logp_behavior.tolist() == pytest.approx([0.0] * len(prompt) + [-0.01, -0.02, -0.03])
             assert (rollout.turns, rollout.text, rollout.finish_reason) == (1, "abc", "length")
             assert (rollout.score.value, rollout.score.components) == (1.0, {"letters": 1.0, "characters": 3.0})
-    assert {request.temperature for request in engine.asked} == {0.5}
+    assert {request.params.temperature for request in engine.asked} == {0.5}
     assert len({request.key for request in engine.asked}) == 12, "every rollout has its own draws"
 
 
@@ -170,11 +176,11 @@ def test_a_task_that_comes_twice_has_other_draws_in_every_attempt(tokenizer: Tok
     engine = ScriptedEngine(lambda request: letters(tokenizer, "a"))
     (task,) = tasks(1)
     with collecting(tokenizer, tmp_path, engine, "Letters") as collector:
-        groups = collector.collect([Job(task, 0), Job(task, GENERATIONS)], GENERATIONS, "train", 1.0)
+        groups = collector.collect([Job(task, 0), Job(task, GENERATIONS)], GENERATIONS, "train", sampling(1.0))
         assert [[rollout.attempt for rollout in group.rollouts] for group in groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         train = {request.key for request in engine.asked}
         assert len(train) == 2 * GENERATIONS
-        collector.collect([Job(task, 0)], GENERATIONS, "eval", 0.0)
+        collector.collect([Job(task, 0)], GENERATIONS, "eval", sampling(0.0))
     assert not train & {request.key for request in engine.asked[2 * GENERATIONS :]}, "evaluation takes no draw from training"
 
 
@@ -204,6 +210,21 @@ def test_tokens_of_a_conversation_stay_what_they_were(tokenizer: Tokenizer, tmp_
     assert list(second.prompt) == [*prompt, *said, *between]
     keys = Counter(request.key for request in engine.asked)
     assert sorted(keys.values()) == [2, 2], "one rollout, one key: the positions of its draws go on"
+
+
+def test_a_stop_string_is_cut_from_the_text_and_its_tokens_go_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    said = [*letters(tokenizer, "a"), *letters(tokenizer, "..")]
+    engine = ScriptedEngine(lambda request: said, stop="..")
+    with collecting(tokenizer, tmp_path, engine, "Dialogue") as collector:
+        (group,) = collect(collector, 1, 1)
+    prompt = tokenizer.apply_chat_template(group.task.messages)
+    between = tokenizer.reply_ids([{"role": "user", "content": "You said 'a'. Again?"}], ended=False)
+    assert between[0] == EOT, "the model did not close its turn"
+    (rollout,) = group.rollouts
+    assert rollout.tokens.tolist() == [*prompt, *said, *between, *said]
+    assert rollout.tokens[rollout.mask].tolist() == said * 2
+    assert (rollout.logp_behavior != 0).tolist() == rollout.mask.tolist()
+    assert (rollout.finish_reason, rollout.text) == ("stop", "a\na")
 
 
 def test_long_conversations_keep_their_books(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -338,7 +359,7 @@ def test_a_prompt_that_is_too_long_is_an_error_with_its_length(tokenizer: Tokeni
     (task,) = tasks(1)
     long = Task("long", ({"role": "user", "content": "z" * 200},))
     with collecting(tokenizer, tmp_path, engine, "Letters") as collector:
-        groups = collector.collect([Job(task, 0), Job(long, 0)], GENERATIONS, "train", 1.0)
+        groups = collector.collect([Job(task, 0), Job(long, 0)], GENERATIONS, "train", sampling(1.0))
     assert all(rollout.score.status == "score" for rollout in groups[0].rollouts)
     length = len(tokenizer.apply_chat_template(long.messages))
     for rollout in groups[1].rollouts:
@@ -378,7 +399,7 @@ def engine(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> 
     """The real engine, on all devices there are."""
     settings = config(tmp_path_factory.mktemp("run"), "sampler.max_prompt_length=96")
     mesh = build_mesh(settings.mesh)
-    made = build_engine(settings, checkpoint.arch, mesh, frozenset({EOT}))
+    made = build_engine(settings, checkpoint.arch, mesh, Tokenizer.load(tiny_checkpoint()))
     layout = learner_params(checkpoint.arch, mesh, "float32")
     params = jax.tree.map(lambda leaf, shape: jax.device_put(np.asarray(leaf), shape.sharding), checkpoint.params, layout)
     made.set_weights(publisher(checkpoint.arch, mesh, "float32")(params), VERSION)
@@ -420,7 +441,7 @@ def test_a_rollout_does_not_depend_on_its_company(tokenizer: Tokenizer, engine: 
 
     def ask(order: Sequence[int], workers: int) -> dict[tuple[str, int], tuple[list[int], bytes]]:
         with collecting(tokenizer, tmp_path, engine, "Letters", None, lambda: False, f"env.workers={workers}") as collector:
-            groups = collector.collect([Job(tasks(8)[index], 0) for index in order], GENERATIONS, "train", 1.0)
+            groups = collector.collect([Job(tasks(8)[index], 0) for index in order], GENERATIONS, "train", sampling(1.0))
         return {(r.task_id, r.attempt): (r.tokens.tolist(), r.logp_behavior.tobytes()) for r in rollouts(groups)}
 
     together = ask(range(8), 2)

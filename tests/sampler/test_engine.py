@@ -47,7 +47,7 @@ def test_every_completion_ends_at_its_first_stop_token_or_at_its_limit(engine: E
         tokens, reason = done[asked.ticket].tokens, done[asked.ticket].finish_reason
         assert not np.isin(tokens[:-1], STOP_IDS).any()
         assert (tokens[-1] in STOP_IDS) == (reason == "stop")
-        assert len(tokens) == asked.max_tokens or (reason == "stop" and len(tokens) < asked.max_tokens)
+        assert len(tokens) == asked.params.max_tokens or (reason == "stop" and len(tokens) < asked.params.max_tokens)
         assert len(done[asked.ticket].logp) == len(tokens)
         assert done[asked.ticket].version == 0
         if reason == "stop":
@@ -77,7 +77,7 @@ def test_one_token_prompts_and_one_token_completions_are_possible(engine: Engine
     [
         ((), 1, "has 0 tokens"),
         ([9] * 25, 1, "has 25 tokens; sampler.max_prompt_length allows 1 to 24"),
-        ([9], 0, "asks for 0 tokens"),
+        ([9], 0, "max_tokens is 0; it must be at least 1"),
         ([9], 17, "asks for 17 tokens; sampler.max_completion_length allows 1 to 16"),
     ],
 )
@@ -241,7 +241,7 @@ def long_completions() -> dict[Any, Any]:
 def test_rollouts_of_many_blocks_are_those_of_the_whole_forward(long_completions: dict[Any, Any]) -> None:
     for asked in long_requests()[::3]:
         done = long_completions[asked.ticket]
-        limits = {"max_tokens": asked.max_tokens, "temperature": 1.0, "stop_ids": (2,)}
+        limits = {"max_tokens": asked.params.max_tokens, "temperature": 1.0, "stop_ids": (2,)}
         tokens, logp = generate(ARCH, host_params(), asked.prompt, asked.key, **limits)
         assert done.tokens.tolist() == tokens
         np.testing.assert_allclose(done.logp, logp, rtol=0, atol=LOGP_ATOL)

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from rljax.mesh import build_mesh
 from rljax.models.arch import Arch
 from rljax.models.block import INPUTS, KeyValue, layer_kinds, project_outputs_first
 from rljax.pytree import Params
+from rljax.records import SamplingParams
 from rljax.rollouts.weights import learner_layout, publisher
-from rljax.sampler.decode import draw, uniforms
+from rljax.sampler.draw import draw, uniforms
 from rljax.sampler.engine import Engine, Request, draw_key
 from rljax.sampler.paged import paged_attention
 
@@ -70,8 +72,9 @@ def measure(args: argparse.Namespace, arch: Arch, mesh: Mesh, params: Params, ro
     engine.set_weights(params, 0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, arch.vocab_size, args.prompt).tolist()) for _ in range(-(-rows // group))]
-    requests = [Request(row, prompts[row // group], draw_key(0, "bench", str(row), 0), args.tokens, 1.0) for row in range(rows)]
-    one = [Request(request.ticket, request.prompt, request.key, 1, 1.0) for request in requests]
+    sampling = SamplingParams(max_tokens=args.tokens)
+    requests = [Request(row, prompts[row // group], draw_key(0, "bench", str(row), 0), sampling) for row in range(rows)]
+    one = [replace(request, params=SamplingParams(max_tokens=1)) for request in requests]
     floor = kernel_floor(engine, params, requests, args.repeats)
     whole, first = (timed(lambda asked=asked: sample(engine, asked), args.repeats) for asked in (requests, one))
     step = (whole - first) / (args.tokens - 1)
@@ -89,7 +92,7 @@ def kernel_floor(engine: Engine, params: Params, requests: Sequence[Request], re
     """Time the kernels of a decode step alone, in the middle of the completions (seconds)."""
     arch, rows, dtype = engine.arch, engine.slots, params["embed"].dtype
     engine.submit(requests)
-    for _ in range(max(1, requests[0].max_tokens // 16)):
+    for _ in range(max(1, requests[0].params.max_tokens // 16)):
         engine.step()
         engine.poll()
     tables, state = engine._tables(), engine._state  # the shapes that a step really has

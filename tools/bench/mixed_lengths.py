@@ -17,6 +17,7 @@ import numpy as np
 from rljax.config import MeshConfig
 from rljax.convert import read_checkpoint
 from rljax.mesh import build_mesh
+from rljax.records import SamplingParams
 from rljax.rollouts.weights import learner_layout, publisher
 from rljax.sampler.engine import Engine, Request, draw_key
 
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for portion in portions:
             steps += run(engine, portion)
         seconds = time.perf_counter() - start
-        tokens = sum(request.max_tokens for request in requests)
+        tokens = sum(request.params.max_tokens for request in requests)
         print(
             json.dumps(
                 {
@@ -85,7 +86,7 @@ def make_requests(args: argparse.Namespace, vocab: int) -> list[Request]:
     lengths = np.exp(rng.uniform(np.log(args.shortest), np.log(args.longest + 1), args.requests)).astype(int)
     prompts = [tuple(rng.integers(0, vocab, args.prompt).tolist()) for _ in range(-(-args.requests // args.group))]
     return [
-        Request(row, prompts[row // args.group], draw_key(0, "bench", str(row), 0), int(length), 1.0)
+        Request(row, prompts[row // args.group], draw_key(0, "bench", str(row), 0), SamplingParams(max_tokens=int(length)))
         for row, length in enumerate(lengths)
     ]
 

@@ -112,6 +112,7 @@ def full_batch(args: argparse.Namespace, vocab: int) -> Batch:
         rollout=np.broadcast_to(np.arange(micro * rows, dtype=np.int32).reshape(micro, rows, 1), shape),
         scored=np.full(micro, length - 1, np.int32),
         num_micro=micro,
+        choices=None,
         num_rollouts=micro * rows,
         padding_fraction=0.0,
     )

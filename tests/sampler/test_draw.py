@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.sampler.decode import Draw, draw, uniforms
+from rljax.sampler.draw import Draw, draw, uniforms
 from rljax.sampler.engine import draw_key
 from tests.reference.generate import inverse_cdf, uniform_at
 
