@@ -1,7 +1,7 @@
 """Adapters: their scale, factors, merging, and the unmerged forward pass, against plain matrices."""
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -81,14 +81,15 @@ def random_adapter(arch: Arch, spec: LoraSpec) -> Params:
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), F32), abstract_adapter(arch, spec))
 
 
-def forward(arch: Arch, params: Params, dropout: float = 0.0) -> np.ndarray:
+@partial(jax.jit, static_argnums=(0, 2))
+def compiled(arch: Arch, params: Params, dropout: float) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    model = merge(arch, params)
+    return logits(model, model(jnp.asarray(TOKENS), positions, positions * 0 + 1, dtype=F32, dropout=dropout)[0])
 
-    def run(params: Params) -> jax.Array:
-        model = merge(arch, params)
-        return logits(model, model(jnp.asarray(TOKENS), positions, positions * 0 + 1, dtype=F32, dropout=dropout)[0])
 
-    return np.asarray(jax.jit(run)(params))
+def forward(arch: Arch, params: Params, dropout: float = 0.0) -> np.ndarray:
+    return np.asarray(compiled(arch, params, dropout))
 
 
 @pytest.mark.parametrize(("rslora", "scale", "weight"), [(False, 2.0, 2.0), (True, 4.0, 3.0)])
