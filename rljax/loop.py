@@ -252,7 +252,7 @@ class _Run:
                 known = None if reference is None else theirs
                 prepared = revise(prepared, collected.kept, self.config, ours, known, self._beta())
                 batches = [self.learner.put(batch) for batch in prepared.batches]
-        extra: dict[str, Any] = rollout_metrics(collected.sampled, self.config)
+        extra: dict[str, Any] = rollout_metrics(collected.sampled, self.config) | self.stack.engine.take_metrics()
         for _ in range(self.config.algorithm.num_iterations):
             for index, batch in enumerate(batches):
                 values = self._update(prepared, index, batch, proximal[index], references[index])

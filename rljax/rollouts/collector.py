@@ -80,11 +80,23 @@ class _Episode:
     def name(self) -> tuple[str, int, int]:
         return self.task.id, self.attempt, self.tries
 
-    def append(self, tokens: Sequence[int], provenance: Provenance, logp: Sequence[float], version: int) -> None:
+    @property
+    def cache_key(self) -> tuple[str, int]:
+        """A later try tells a fresh world the same messages, so it continues the same cache."""
+        return self.task.id, self.attempt
+
+    def append(self, tokens: Sequence[int], provenance: Provenance) -> None:
+        """Append tokens that the model did not write."""
         self.tokens += map(int, tokens)
         self.provenance += [int(provenance)] * len(tokens)
-        self.logp += map(float, logp) if len(logp) else [0.0] * len(tokens)
-        self.versions += [version] * len(tokens)
+        self.logp += [0.0] * len(tokens)
+        self.versions += [-1] * len(tokens)
+
+    def append_completion(self, completion: Completion) -> None:
+        self.tokens += completion.tokens.tolist()
+        self.provenance += [int(Provenance.MODEL)] * len(completion.tokens)
+        self.logp += completion.logp.tolist()
+        self.versions += completion.versions.tolist()
 
 
 class Collector:
@@ -135,7 +147,7 @@ class Collector:
                 self._open(episode)
             self._run()
         except BaseException:
-            self._engine.abort()
+            self._engine.clear()
             for name in self._episodes:
                 self._pool.close_episode(name)
             raise
@@ -218,7 +230,7 @@ class Collector:
             if not episode.tokens:
                 episode.tools = tuple(reply.value.tools)
                 prompt = self._tokenizer.apply_chat_template(reply.value.messages, tools=episode.tools)
-                episode.append(prompt, Provenance.PROMPT, (), -1)
+                episode.append(prompt, Provenance.PROMPT)
             return False
         assert isinstance(reply.value, StepResult)
         episode.replies.append(reply)
@@ -229,7 +241,7 @@ class Collector:
         if not result.done and not again:
             ended = episode.finish_reason == "stop"
             ids = self._tokenizer.reply_ids(result.messages, ended=ended, tools=episode.tools)
-            episode.append(ids, Provenance.ENVIRONMENT, (), -1)
+            episode.append(ids, Provenance.ENVIRONMENT)
             episode.heard.append(result)
         return result.done
 
@@ -248,12 +260,13 @@ class Collector:
             self._end(episode)
             return
         key = draw_key(self._config.run.seed, self._purpose, episode.task.id, episode.attempt)
-        request = Request(episode.name, tuple(episode.tokens), key, sampler.max_completion_length, self._temperature)
-        self._engine.submit([request])
+        cache_key = episode.cache_key if sampler.reuse_cache else None
+        limit = sampler.max_completion_length
+        self._engine.submit([Request(episode.name, tuple(episode.tokens), key, limit, self._temperature, cache_key)])
 
     def _act(self, episode: _Episode, completion: Completion) -> None:
         """Take in one message of the model and tell the environment."""
-        episode.append(completion.tokens.tolist(), Provenance.MODEL, completion.logp.tolist(), completion.version)
+        episode.append_completion(completion)
         episode.finish_reason = completion.finish_reason
         episode.texts.append(self._tokenizer.decode(completion.tokens, skip_special=True))
         self._continue(episode)
@@ -261,6 +274,7 @@ class Collector:
     def _end(self, episode: _Episode) -> None:
         del self._episodes[episode.name]
         self._pool.close_episode(episode.name)
+        self._engine.release(episode.cache_key)
         episode.rollout = Rollout(
             task_id=episode.task.id,
             attempt=episode.attempt,

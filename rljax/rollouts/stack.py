@@ -69,6 +69,7 @@ def build_engine(config: Config, arch: Arch, mesh: Mesh, stop_ids: frozenset[int
         cache_tokens=sampler.cache_tokens,
         readers=config.algorithm.num_generations,
         decode_chunk_steps=sampler.decode_chunk,
+        prefill_chunk=sampler.prefill_chunk,
         dtype=sampler.dtype,
     )
 

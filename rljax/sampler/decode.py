@@ -1,4 +1,4 @@
-"""The compiled programs of the sampler: fill slots from prompts, and decode a chunk of tokens in all of them.
+"""The compiled programs of the sampler: fill the cache from prompts, extend it, and decode a chunk of tokens in all slots.
 
 Owns what runs on the device. Refuses to own the queue and the choice of what runs next (engine.py).
 
@@ -20,7 +20,7 @@ from rljax.models.block import KeyValue
 from rljax.models.decoder import logits, merge
 from rljax.pytree import Params, pytree
 from rljax.sampler.cache import LayerCache, Progress, Slots
-from rljax.sampler.paged import Tables, paged_attention, store_prompts
+from rljax.sampler.paged import Pieces, Tables, paged_attention, pieces_attention, store_prompts
 
 _BLOCK = 256  # vocabulary entries per block of the two-level draw
 
@@ -47,6 +47,8 @@ class Starts:
     """Last token of the prompt."""
     position: Int[Array, " b"]
     """Position of that token."""
+    origin: Int[Array, " b"]
+    """Position of the first token in the slot's own blocks."""
     limit: Int[Array, " b"]
     """How many tokens may be drawn."""
     draw_key: UInt32[Array, "b 2"]
@@ -79,9 +81,17 @@ def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Prompts) -> 
     return Slots(cache, slots.progress)
 
 
+def extend(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Pieces) -> Slots:
+    """Compute the keys and values of tokens that continue what the cache holds, and store them in their blocks."""
+    positions = new.first[:, None] + jnp.arange(new.tokens.shape[1])[None]
+    attention, dtype = pieces_attention(arch, mesh, new), params["embed"].dtype
+    _, cache = merge(arch, params).continued(new.tokens, positions, attention, slots.cache, dtype=dtype)
+    return Slots(cache, slots.progress)
+
+
 def start(progress: Progress, new: Starts) -> Progress:
     """Begin new rollouts whose prompts are stored."""
-    fresh = {"token": new.token, "position": new.position, "origin": new.position, "remaining": new.limit}
+    fresh = {"token": new.token, "position": new.position, "origin": new.origin, "remaining": new.limit}
     fresh |= {"temperature": new.temperature, "count": jnp.zeros_like(progress.count)}
     changed = {name: jnp.where(new.starts, value, getattr(progress, name)) for name, value in fresh.items()}
     changed["draw_key"] = jnp.where(new.starts[:, None], new.draw_key, progress.draw_key)
@@ -107,10 +117,10 @@ def decode_chunk(
 def _decode_step(arch: Arch, mesh: Mesh, params: Params, state: Slots, tables: Tables, stop_ids: Int[Array, " e"]) -> Slots:
     """Feed each slot's token and draw the next one."""
     decoder, dtype, now = merge(arch, params), params["embed"].dtype, state.progress
-    attention = paged_attention(arch, mesh, tables, now.position, now.origin)
+    active = now.remaining > 0
+    attention = paged_attention(arch, mesh, tables, now.position, now.origin, active)
     hidden, cache = decoder.continued(now.token[:, None], now.position[:, None], attention, state.cache, dtype=dtype)
     drawn = draw(logits(decoder, hidden[:, 0]), now.temperature, uniforms(now.draw_key, now.position + 1))
-    active = now.remaining > 0
     ended = jnp.any(drawn.token[:, None] == stop_ids[None, :], axis=1)
     written = jnp.arange(now.out_tokens.shape[1])[None, :] == jnp.where(active, now.count, -1)[:, None]
     progress = dataclasses.replace(

@@ -43,6 +43,7 @@ class ScriptedEngine(Engine):
         self._say, self.slots = say, slots
         self.asked: list[Request] = []
         self.chunks: list[int] = []
+        self.released: list[Any] = []
         self._open: list[Request] = []
 
     @property
@@ -64,14 +65,20 @@ class ScriptedEngine(Engine):
         done, self._open = self._open, []
         return [(request.ticket, _completion(self._say(request))) for request in done]
 
-    def abort(self) -> None:
+    def release(self, cache_key: Any) -> None:
+        """Note whose cache is no longer needed."""
+        self.released.append(cache_key)
+
+    def clear(self) -> None:
         """Forget everything."""
         self._open = []
 
 
 def _completion(tokens: Sequence[int]) -> Completion:
     logp = -0.01 * (1 + np.arange(len(tokens), dtype=np.float32))
-    return Completion(np.array(tokens, np.int32), logp, VERSION, "stop" if tokens[-1] == EOT else "length")
+    return Completion(
+        np.array(tokens, np.int32), logp, np.full(len(tokens), VERSION), "stop" if tokens[-1] == EOT else "length"
+    )
 
 
 @pytest.fixture(scope="module")

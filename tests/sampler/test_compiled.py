@@ -28,7 +28,7 @@ def programs(mesh: str) -> dict[str, str]:
             for name in ("_fill", "_decode"):
                 patch.setattr(engine, name, partial(note, lowered, name, getattr(engine, name)))
             engine.step()
-    engine.abort()
+    engine.clear()
     decode, fill = lowered["_decode"], lowered["_fill"]
     return {"decode": decode.compile().as_text(), "fill": fill.compile().as_text()}
 
