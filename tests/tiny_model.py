@@ -195,7 +195,8 @@ def engine_of(
     cache_tokens: int | None = None,
     readers: int = 2,
     decode_chunk_steps: int = 5,
-    prefill_chunk: int = 256,
+    prefill_chunk: int | None = None,
+    reuse_cache: bool = False,
     stop_ids: Sequence[int] = STOP_IDS,
     params: Params | None = None,
     version: int = 0,
@@ -212,6 +213,7 @@ def engine_of(
         readers=readers,
         decode_chunk_steps=decode_chunk_steps,
         prefill_chunk=prefill_chunk,
+        reuse_cache=reuse_cache,
         dtype=dtype,
     )
     engine.set_weights(published(engine, host_params() if params is None else params, dtype), version)

@@ -21,7 +21,7 @@ from rljax.recipe import load
 from rljax.telemetry.sinks import read_metrics, read_rollouts
 from tools.make_tiny_checkpoint import make_tiny_checkpoint
 
-NOT_REPEATED = ("time/", "throughput/", "cache/")
+NOT_REPEATED = ("time/", "throughput/", "cache/", "compile/")
 """Metrics that two equal runs do not share."""
 
 

@@ -260,9 +260,8 @@ class Collector:
             self._end(episode)
             return
         key = draw_key(self._config.run.seed, self._purpose, episode.task.id, episode.attempt)
-        cache_key = episode.cache_key if sampler.reuse_cache else None
         limit = sampler.max_completion_length
-        self._engine.submit([Request(episode.name, tuple(episode.tokens), key, limit, self._temperature, cache_key)])
+        self._engine.submit([Request(episode.name, tuple(episode.tokens), key, limit, self._temperature, episode.cache_key)])
 
     def _act(self, episode: _Episode, completion: Completion) -> None:
         """Take in one message of the model and tell the environment."""

@@ -70,6 +70,7 @@ def build_engine(config: Config, arch: Arch, mesh: Mesh, stop_ids: frozenset[int
         readers=config.algorithm.num_generations,
         decode_chunk_steps=sampler.decode_chunk,
         prefill_chunk=sampler.prefill_chunk,
+        reuse_cache=sampler.reuse_cache,
         dtype=sampler.dtype,
     )
 

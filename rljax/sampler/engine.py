@@ -12,6 +12,7 @@ it was admitted. Every draw is keyed by `draw_key(seed, purpose, task id, attemp
 """
 
 import hashlib
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -57,7 +58,8 @@ class Engine:
         cache_tokens: int | None = None,
         readers: int,
         decode_chunk_steps: int,
-        prefill_chunk: int = 256,
+        prefill_chunk: int | None = None,
+        reuse_cache: bool = False,
         dtype: Any,
     ):
         """Allocate the cache; programs compile on first use.
@@ -73,7 +75,8 @@ class Engine:
                 rollouts wait for room, and when those that run outgrow it, the youngest starts again later.
             readers: Rollouts that share one stored prompt.
             decode_chunk_steps: Decode steps between two looks by the host.
-            prefill_chunk: Tokens of one prompt that are computed between two chunks of decode steps.
+            prefill_chunk: Tokens of one prompt that are computed between two chunks of decode steps; default: all of it.
+            reuse_cache: Whether caches are parked under the requests' cache keys. The pool of own tokens is larger then.
             dtype: Type of parameters and products, and of the cache except on CPUs, where it is float32.
 
         Raises:
@@ -89,10 +92,13 @@ class Engine:
         per_shard, readers = slots // self.shards, min(readers, slots // self.shards)
         self._rows = -(-per_shard // readers)  # prompts per prefill and data shard
         cache_share = None if cache_tokens is None else cache_tokens // self.shards
-        self._shapes = shapes_of(per_shard, self._rows, max_prompt_length, max_completion_length, prefill_chunk, cache_share)
+        chunk = max_prompt_length if prefill_chunk is None else prefill_chunk
+        self._shapes = shapes_of(
+            *(per_shard, self._rows, max_prompt_length, max_completion_length, chunk, cache_share), continued=reuse_cache
+        )
         prompt_arenas, own_arenas = self._shapes.prompt_arenas, self._shapes.own_arenas
         ledgers = [Ledger(self.shards, readers, Pool(prompt_arenas), Pool(own_arenas)) for _ in range(self.shards)]
-        self._schedule = Schedule(ledgers, per_shard, decode_chunk_steps, prefill_chunk)
+        self._schedule = Schedule(ledgers, per_shard, decode_chunk_steps, chunk, reuse_cache)
         self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
         self._row_sharding = sharding(mesh, DATA_AXES)
         # XLA:CPU writes into a bfloat16 array by converting all of it to float32 and back.
@@ -121,6 +127,26 @@ class Engine:
         counts = jax.device_get(self._state.progress.count) if decoding else ()
         self._schedule.new_weights({slot: int(counts[slot]) for slot in decoding}, version)
         self._params, self._version = params, version
+
+    def warm_up(self) -> int:
+        """Compile every program that any lengths will ask for, by running each with nothing to do; return how many there are.
+
+        Without it each is compiled when it is first met.
+        """
+        assert self._params is not None, "set_weights comes before a warm-up"
+        assert not self.pending, "a warm-up would take the steps of those that run"
+        shapes, nobody, params = self._shapes, [()] * self.shards, self._params
+        prompts = [(self._fill, Prompts, width, blocks_for(width)) for width in shapes.prompts]
+        pieces = [(self._extend, Pieces, *sizes) for sizes in itertools.product(shapes.pieces, shapes.seen)]
+        steps = list(shapes.decode())
+        with jax.set_mesh(self.mesh):
+            for program, kind, width, blocks in (*prompts, *pieces):
+                self._state = program(params, self._state, self._pieces(kind, nobody, width, blocks))
+            self._state = Slots(self._state.cache, self._start(self._state.progress, self._starts((), ())))
+            for covered, columns in steps:
+                tables = jax.device_put(self._empty_tables(covered, columns), self._row_sharding)
+                self._state = self._decode(params, self._state, tables, self._stop_ids)
+        return len(prompts) + len(pieces) + 1 + len(steps)
 
     @property
     def pending(self) -> int:
@@ -197,8 +223,8 @@ class Engine:
     def abort(self, ticket: Hashable) -> Completion:
         """Take a rollout back and return what it has drawn; a request with the prompt and these tokens continues it.
 
-        The draws are those it would have made: they depend on its key and on positions. With a cache key, its cache is
-        parked. A rollout that came to its end in the chunk in progress is complete.
+        The draws are those it would have made: they depend on its key and on positions. With a cache key, its cache may
+        be parked. A rollout that came to its end in the chunk in progress is complete.
 
         Raises:
             KeyError: no rollout with this ticket is waiting or running.

@@ -38,8 +38,8 @@ class Request:
     temperature: float
     """Sampling temperature; 0 takes the most likely token."""
     cache_key: Hashable | None = None
-    """Name under which the cache is parked when the completion ends, until `Engine.release`: a later request with this key,
-    whose prompt begins with the prompt and completion of the earlier one, computes only what is new. None parks nothing."""
+    """Name under which an engine with `reuse_cache` parks the cache when the completion ends, until `Engine.release`: a later
+    request with this key, whose prompt begins with the prompt and completion of the earlier one, computes only what is new."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Schedule:
     """The slots and their blocks, over all data shards.
 
     Example:
-        schedule = Schedule(ledgers=[ledger], per_shard=64, steps=8, chunk=256)
+        schedule = Schedule(ledgers=[ledger], per_shard=64, steps=8, chunk=256, reuse=True)
         schedule.waiting.append(request)
         schedule.admit(version=0)
     """
@@ -138,6 +138,8 @@ class Schedule:
     """Tokens drawn between two looks."""
     chunk: int
     """Tokens of one sequence that are computed together."""
+    reuse: bool
+    """Whether caches are parked under the requests' cache keys."""
     waiting: deque[Request] = field(default_factory=deque)
     """Requests without a slot, in the order in which they are served."""
     running: dict[int, Running] = field(default_factory=dict)
@@ -232,7 +234,7 @@ class Schedule:
         running = self._leave(slot)
         key, (shard, local) = running.request.cache_key, divmod(slot, self.per_shard)
         parked = self.ledgers[shard].park(local, running.own_tokens(len(drawn)))
-        if key is None or not running.pure or not running.started:
+        if key is None or not (self.reuse and running.pure and running.started):
             self.ledgers[shard].drop(parked)
         else:
             self.release(key)

@@ -60,7 +60,13 @@ class Shapes:
 
 
 def shapes_of(
-    slots: int, rows: int, max_prompt_length: int, max_completion_length: int, prefill_chunk: int, cache_tokens: int | None
+    slots: int,
+    rows: int,
+    max_prompt_length: int,
+    max_completion_length: int,
+    prefill_chunk: int,
+    cache_tokens: int | None,
+    continued: bool,
 ) -> Shapes:
     """Return the shapes of one data shard.
 
@@ -71,13 +77,14 @@ def shapes_of(
         max_completion_length: Longest completion (tokens).
         prefill_chunk: Tokens of one sequence that are computed together.
         cache_tokens: Tokens that the cache holds; None for every slot at its longest.
+        continued: Whether rollouts are continued on their caches.
 
     Raises:
         ValueError: the cache is smaller than the longest rollout.
     """
     prompt, completion = blocks_for(max_prompt_length - 1), blocks_for(max_completion_length)
     # What a continued rollout was fed after its first prompt is its own: all but one token at most.
-    longest_own = blocks_for(max_prompt_length - 1 + max_completion_length)
+    longest_own = blocks_for(max_completion_length + (max_prompt_length - 1 if continued else 0))
     prompts, own = slots * prompt, slots * longest_own
     if cache_tokens is not None:
         share = cache_tokens // BLOCK
@@ -92,10 +99,11 @@ def shapes_of(
     # A one-token prompt needs no block, and an array needs a row.
     shared = max(1, min(prompts, rows * prompt))
     piece = min(prefill_chunk, max_prompt_length)
+    pieces = ladder(_PIECE_LENGTH, 4, piece) if continued or max_prompt_length - 1 > piece else ()
     return Shapes(
         slots=slots,
         prompts=tuple(sorted({size for first in _PROMPT_LENGTHS for size in ladder(first, 2, piece)})),
-        pieces=ladder(_PIECE_LENGTH, 4, piece),
+        pieces=pieces,
         # The prompt's last block and the last own one are not full.
         seen=ladder(_SEEN_BLOCKS, 4, prompt + 1),
         prompt_arenas=(shared, prompts - shared) if prompts > shared else (shared,),

@@ -154,6 +154,7 @@ _ALL = (
     Metric("throughput/trained_tokens_per_s", "tokens/s", "last", "Trained tokens per second of the whole step."),
     Metric("time/step", "s", "last", "Wall time since the previous step was logged; the sum of the times below."),
     *(Metric(f"time/{bucket}", "s", "last", f"Part of it spent on {_TIME[bucket]}.") for bucket in BUCKETS),
+    Metric("compile/programs", "1", "last", "Programs compiled, or read from the compilation cache, since the previous step."),
     Metric("eval/accuracy", "1", "mean", "Share of held-out tasks with the full reward."),
     Metric("eval/reward_mean", "reward", "mean", "Reward on held-out tasks."),
 )

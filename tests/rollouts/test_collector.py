@@ -194,6 +194,8 @@ def test_tokens_of_a_conversation_stay_what_they_were(tokenizer: Tokenizer, tmp_
         assert rollout.logp_behavior.tolist() == pytest.approx(logps)
         assert rollout.versions.tolist() == [VERSION if who == Provenance.MODEL else -1 for who in expected]
         assert (rollout.turns, rollout.text) == (2, "What\nWhat")
+    assert {request.cache_key for request in engine.asked} == {("train/0", 0), ("train/0", 1)}
+    assert sorted(engine.released) == [("train/0", 0), ("train/0", 1)], "each once, when its episode is over"
     second = engine.asked[-1]
     assert list(second.prompt) == [*prompt, *said, *between]
     keys = Counter(request.key for request in engine.asked)
@@ -378,6 +380,8 @@ def test_behaviour_is_what_the_model_says_of_every_sampled_token(
         expected = found[places - 1, rollout.tokens[places]]
         np.testing.assert_allclose(rollout.logp_behavior[places], expected, atol=FORWARD_GAP, rtol=0)
         assert rollout.turns == 2
+    assert engine.take_metrics()["cache/reused_fraction"] > 0.5
+    assert all(ledger.prompts.used == ledger.own.used == 0 for ledger in engine._schedule.ledgers), "every cache is given back"
 
 
 def whole_forward(checkpoint: Checkpoint, ids: np.ndarray, known: np.ndarray) -> jax.Array:

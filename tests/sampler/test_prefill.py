@@ -28,7 +28,7 @@ LONG = tuple(int(token) for token in np.random.default_rng(5).integers(8, ARCH.v
 @cache
 def engine() -> Engine:
     options: dict[str, Any] = {"slots": 4, "max_prompt_length": 100, "max_completion_length": 40, "stop_ids": (2,)}
-    return engine_of(**options, prefill_chunk=CHUNK)
+    return engine_of(**options, prefill_chunk=CHUNK, reuse_cache=True)
 
 
 @pytest.mark.parametrize("length", [CHUNK + 1, CHUNK + 2, 90])

@@ -17,7 +17,13 @@ from tests.tiny_model import ARCH, bits, drain, engine_of, host_params, publishe
 LOGP_ATOL = 2e-5
 """Float32 against float64 over two layers; log-probabilities are of the order 10 (nats)."""
 STOP = 2
-OPTIONS: dict[str, Any] = {"slots": 4, "max_prompt_length": 100, "max_completion_length": 66, "stop_ids": (STOP,)}
+OPTIONS: dict[str, Any] = {
+    "slots": 4,
+    "max_prompt_length": 100,
+    "max_completion_length": 66,
+    "stop_ids": (STOP,),
+    "reuse_cache": True,
+}
 
 PROMPT = tuple(range(20, 60))  # more than a block
 REPLIES = ((70, 71, 72), tuple(range(80, 97)), (99,))  # the second one reaches into another block
@@ -163,6 +169,15 @@ def test_what_is_parked_gives_way_to_those_who_need_room(reused: list[Conversati
     assert counts["cache/reused_fraction"] < 1
     assert counts["cache/occupancy_max"] == 1.0
     assert_nothing_is_held(small)
+
+
+def test_on_many_devices_conversations_are_the_same(reused: list[Conversation]) -> None:
+    engine = engine_of("tensor", **OPTIONS)  # one slot per data shard, to which its conversation comes back
+    conversations = some_conversations(count=4) + some_conversations(count=6)[4:]
+    talk(engine, conversations)
+    assert [one.tokens for one in conversations[:4]] == [one.tokens for one in reused]
+    counts = engine.take_metrics()
+    assert counts["cache/reused_fraction"] > 0.8
 
 
 def test_another_beginning_or_another_key_reuses_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
