@@ -194,8 +194,8 @@ class Schedule:
                 self.counts.later += running.before
                 self.counts.reused += running.reused
         self.waiting.extendleft(reversed(passed))
-        used, size = (sum(getattr(pool, name) for ledger in self.ledgers for pool in (ledger.prompts, ledger.own))
-                      for name in ("used", "size"))  # fmt: skip
+        pools = [pool for ledger in self.ledgers for pool in (ledger.prompts, ledger.own)]
+        used, size = sum(pool.used for pool in pools), sum(pool.size for pool in pools)
         self.counts.occupancy = max(self.counts.occupancy, used / size)
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:

@@ -51,12 +51,10 @@ class Shapes:
 
     def decode(self) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         """Yield all (blocks that the tables cover, columns) that a decode step may have."""
-        covers = itertools.product(*([end for _, end in _ends(arenas)] for arenas in (self.prompt_arenas, self.own_arenas)))
-        for covered in covers:
-            yield from {
-                (covered, self.columns(covered, widest)): None
-                for widest in itertools.product(self.prompt_columns, self.own_columns)
-            }
+        for (_, prompts), (_, own) in itertools.product(_ends(self.prompt_arenas), _ends(self.own_arenas)):
+            widest = itertools.product(self.prompt_columns, self.own_columns)
+            for columns in dict.fromkeys(self.columns((prompts, own), counts) for counts in widest):
+                yield (prompts, own), columns
 
 
 def shapes_of(

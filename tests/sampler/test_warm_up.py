@@ -29,36 +29,36 @@ def compilations() -> Iterator[list[str]]:
 
 
 def test_after_the_warm_up_nothing_compiles() -> None:
-    options: dict[str, Any] = {"slots": 8, "max_prompt_length": 40, "max_completion_length": 40, "decode_chunk_steps": 20}
-    engine = engine_of(**options, prefill_chunk=24, reuse_cache=True)
+    options: dict[str, Any] = {"slots": 8, "max_prompt_length": 24, "max_completion_length": 32, "stop_ids": (2,)}
+    engine = engine_of(**options, prefill_chunk=16, reuse_cache=True)
     with compilations() as found:
-        assert engine.warm_up() == 11
-        assert len(found) == 11
+        assert engine.warm_up() == 7
+        assert len(found) == 7
     rng, asked = np.random.default_rng(0), 0
     with compilations() as found:
         while asked < 500 or engine.pending:
             if asked < 500 and engine.free:
-                tokens = rng.integers(8, ARCH.vocab_size, rng.integers(1, 41)).tolist()
-                limit = int(rng.integers(1, 41) if asked % 8 == 0 else rng.integers(1, 6))
+                tokens = rng.integers(8, ARCH.vocab_size, rng.integers(1, 25)).tolist()
+                limit = int(rng.integers(1, 33) if asked % 8 == 0 else rng.integers(1, 6))
                 engine.submit([request((f"t{asked // 2}", asked % 2), tokens, limit, cache_key=asked)])
                 asked += 1
                 if rng.random() < 0.5:
                     continue
             engine.step()
             for ticket, done in engine.poll():
-                task, attempt = ticket  # type: ignore[misc]
+                task, attempt = ticket
                 key = 2 * int(task[1:]) + attempt
-                if asked < 500 and len(done.tokens) < 30:
+                if asked < 500 and len(done.tokens) < 20:
                     # A later turn, of one of the lengths that come, on the cache of the one before.
                     held = engine._schedule._held.get(key)
                     more = rng.integers(8, ARCH.vocab_size, rng.integers(0, 12)).tolist()
-                    if held is not None and len(held.tokens) + 1 + len(more) <= 40:
+                    if held is not None and len(held.tokens) + 1 + len(more) <= 24:
                         tokens = (*held.tokens, int(done.tokens[-1]), *more)
                         engine.submit([request(ticket, tokens, 3, cache_key=key)])
                         asked += 1
                         continue
                 engine.release(key)
-    assert engine.take_metrics()["cache/reused_fraction"] > 0.5
+    assert engine.take_metrics()["cache/reused_fraction"] > 0.3
     assert found == []
 
 
