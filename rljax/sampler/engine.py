@@ -117,7 +117,7 @@ class Engine:
         """Sample from these parameters from now on; what is parked is freed, and no stored prompt is given to newcomers.
 
         Rollouts in progress go on with the new parameters on the cache they have, as with the in-flight updates of
-        PipelineRL (arXiv:2509.19128 section 3.1): each of their tokens has the version that drew it.
+        PipelineRL (arXiv:2509.19128): each of their tokens has the version that drew it.
 
         Args:
             params: Parameters in the sampler's layout and type, from `rollouts.weights.publish`.
