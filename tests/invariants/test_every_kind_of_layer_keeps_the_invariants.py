@@ -94,7 +94,9 @@ def test_a_turn_on_a_kept_cache_is_that_of_a_whole_prompt() -> None:
     engine.take_metrics()
     for kept in (True, False):
         later = [
-            request(asked.ticket, (*asked.prompt, *said[asked.ticket].tokens.tolist(), 50, 51, 52), 8, cache_key=asked.cache_key)
+            request(
+                asked.ticket, (*asked.prompt, *said[asked.ticket].tokens.tolist(), 50, 51, 52), 8, cache_key=asked.cache_key
+            )
             for asked in first
         ]
         turns[kept] = run(engine, later)
