@@ -200,7 +200,7 @@ def test_a_cache_that_ended_with_a_full_block_is_whole_when_others_decode_on(eng
     engine.submit([asked])
     engine.step()
     assert engine.poll() == []
-    engine.submit([request(("late", 1), (50, 51), 64)])
+    engine.submit([request(("late", 2), (50, 51), 64)])
     done = drain(engine)
     assert {len(one.tokens) for one in done.values()} == {64}, "other prompts, if one ended early"
     again = request(("full", 1), (*asked.prompt, *done["full", 1].tokens.tolist(), 30, 31), 8, cache_key="full")
