@@ -135,7 +135,7 @@ class Chat:
             shown.append(stream.flush())
             yield shown[-1]
         finally:
-            self._engine.abort()
+            self._engine.clear()
             # An empty answer is one too: templates that want speakers to alternate would refuse the next question.
             self.messages = [*messages, {"role": "assistant", "content": "".join(shown)}]
 

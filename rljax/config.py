@@ -148,6 +148,17 @@ class SamplerConfig(Section):
         "text before the string.",
     )
     decode_chunk: int = _option(8, "Decode steps between two looks by the host (steps).", ge=1)
+    prefill_chunk: int = _option(
+        256,
+        "Tokens of one prompt that are computed between two chunks of decode steps; a long one would hold those up.",
+        ge=1,
+    )
+    warm_up: bool = _option(
+        False, "Compile all programs of the sampler before the first rollout, so that no later one waits for a compiler."
+    )
+    reuse_cache: bool = _option(
+        True, "Keep a rollout's cache while its environment works, so that the next turn computes only what is new."
+    )
     dtype: DType = _option("float32", "Type of the sampler's parameters, products and cache.")
     lora: Literal["merged", "separate"] = _option(
         "merged",
@@ -518,7 +529,7 @@ _FREE_BETWEEN_RESTARTS: Any = {
     "mesh": True,
     "data": {"path"},  # the content is guarded by the dataset fingerprint
     "env": {"workers", "reset_timeout", "step_timeout", "max_retries", "max_failure_fraction"},
-    "sampler": {"slots", "cache_tokens", "decode_chunk"},
+    "sampler": {"slots", "cache_tokens", "decode_chunk", "prefill_chunk", "warm_up", "reuse_cache"},
     # The preset is in the values it set; a run that used up its rounds was stopped, and may be given more.
     "algorithm": {"preset", "dynamic_sampling_max_rounds"},
     "train": {"steps", "micro_batch_size_per_device"},

@@ -88,9 +88,9 @@ def train(config: Config, report: Callable[[str], None] = lambda text: None) -> 
         NothingToLearn: dynamic sampling found too few groups with different rewards; the run is saved.
     """
     clock = Clock()
-    with stop_requests() as stop, ExitStack() as opened, _compile_time(clock):
+    with stop_requests() as stop, ExitStack() as opened, _compile_time(clock) as compiled:
         with clock.bucket("restart"):
-            run = _Run(config, clock, stop, opened, report)
+            run = _Run(config, clock, stop, opened, compiled, report)
         try:
             run.go()
         except Stopped:
@@ -142,9 +142,15 @@ class _Run:
     """An open run: its parts, its state and its position."""
 
     def __init__(
-        self, config: Config, clock: Clock, stop: StopRequest, opened: ExitStack, report: Callable[[str], None]
+        self,
+        config: Config,
+        clock: Clock,
+        stop: StopRequest,
+        opened: ExitStack,
+        compiled: list[float],
+        report: Callable[[str], None],
     ) -> None:
-        self.config, self.clock, self.stop = config, clock, stop
+        self.config, self.clock, self.stop, self.compiled = config, clock, stop, compiled
         self.dir = RunDir(config.run.dir)
         self.trained, self.last = 0, {}
         self.store = opened.enter_context(CheckpointStore(self.dir.checkpoints, config.checkpoint.keep))
@@ -170,6 +176,9 @@ class _Run:
     def go(self) -> None:
         """Train until the last step, or until asked to stop."""
         self._publish()
+        if self.config.sampler.warm_up:
+            with self.clock.bucket("sampling"):
+                self.stack.engine.warm_up()
         self._evaluate()
         while self.meta.step < self.config.train.steps and not self.stop():
             self._one_batch()
@@ -283,7 +292,7 @@ class _Run:
                 known = theirs if compared else None
                 prepared = revise(prepared, collected.kept, self.config, ours, known, self._beta())
                 batches = [self.learner.put(batch) for batch in prepared.batches]
-        extra: dict[str, Any] = rollout_metrics(collected.sampled, self.config)
+        extra: dict[str, Any] = rollout_metrics(collected.sampled, self.config) | self.stack.engine.take_metrics()
         for _ in range(self.config.algorithm.num_iterations):
             for index, batch in enumerate(batches):
                 values = self._update(prepared, index, batch, proximal[index], references[index])
@@ -345,6 +354,8 @@ class _Run:
         values["throughput/trained_tokens_per_s"] = values["tokens/trained"] / step_seconds
         if "tokens/generated" in values and seconds["sampling"] > 0:
             values["throughput/generated_tokens_per_s"] = values["tokens/generated"] / seconds["sampling"]
+        values["compile/programs"] = len(self.compiled)
+        self.compiled.clear()
         self.last = values
         self.sinks.write(meta.step, values)
         if not np.isfinite(values["optimizer/grad_norm"]):
@@ -397,15 +408,17 @@ def _identity(config: Config) -> str:
 
 
 @contextmanager
-def _compile_time(clock: Clock) -> Iterator[None]:
-    """Count what compiling takes to its own bucket, wherever it happens."""
+def _compile_time(clock: Clock) -> Iterator[list[float]]:
+    """Count what compiling takes to its own bucket, wherever it happens; yield the list of the times so far (seconds)."""
+    compiled: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             clock.reassign(duration_secs, "compile")
+            compiled.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield
+        yield compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)

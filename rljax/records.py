@@ -17,8 +17,9 @@ import numpy as np
 Message = Mapping[str, Any]
 """One chat message as chat templates take it: `role`, `content`, and optionally `tool_calls`."""
 
-FinishReason = Literal["stop", "length"]
-"""Why sampling ended: an end token or a stop string came (`stop`) or the token budget was spent (`length`)."""
+FinishReason = Literal["stop", "length", "abort"]
+"""Why sampling ended: an end token or a stop string came (`stop`), the token budget was spent (`length`), or a completion was
+taken back unfinished (`abort`), as no rollout ends."""
 
 ScoreStatus = Literal["score", "error", "timeout"]
 """Whether a rollout was judged. Only `score` enters group statistics: a failure is never a reward of 0."""
@@ -189,7 +190,8 @@ class Completion:
     """One sampled model message, as tokens.
 
     Example:
-        Completion(tokens=np.array([28, 39, 2]), logp=np.array([-0.1, -0.4, -0.2]), version=3, finish_reason="stop", stop=2)
+        Completion(tokens=np.array([28, 39, 2]), logp=np.array([-0.1, -0.4, -0.2]), versions=np.array([3, 3, 4], np.int32),
+                   finish_reason="stop", stop=2)
     """
 
     tokens: np.ndarray
@@ -197,8 +199,8 @@ class Completion:
     logp: np.ndarray
     """Log-probability of each token under the distribution it was drawn from, tempered, biased, truncated and
     renormalised, float32 [n], nats. This is `logp_behavior` of a rollout."""
-    version: int
-    """Weight version that produced the tokens."""
+    versions: np.ndarray
+    """Weight version that drew each token, int32 [n]."""
     finish_reason: FinishReason
     """Why it ended."""
     stop: str | int | None

@@ -205,6 +205,8 @@ def engine_of(
     cache_tokens: int | None = None,
     readers: int = 2,
     decode_chunk_steps: int = 5,
+    prefill_chunk: int | None = None,
+    reuse_cache: bool = False,
     stop_ids: Sequence[int] = STOP_IDS,
     params: Params | None = None,
     version: int = 0,
@@ -222,6 +224,8 @@ def engine_of(
         cache_tokens=cache_tokens,
         readers=readers,
         decode_chunk_steps=decode_chunk_steps,
+        prefill_chunk=prefill_chunk,
+        reuse_cache=reuse_cache,
         dtype=dtype,
         logprobs=logprobs,
         open_text=open_text,
@@ -237,11 +241,18 @@ def published(engine: Engine, params: Params, dtype: str = "float32") -> Params:
     return publisher(engine.arch, engine.mesh, dtype)(whole)
 
 
-def request(ticket: Any, prompt: Sequence[int], max_tokens: int = 16, temperature: float = 1.0, **sampling: Any) -> Request:
+def request(
+    ticket: Any,
+    prompt: Sequence[int],
+    max_tokens: int = 16,
+    temperature: float = 1.0,
+    cache_key: Any = None,
+    **sampling: Any,
+) -> Request:
     """Return a request whose draws are keyed by its ticket: (task id, attempt)."""
     task, attempt = ticket
     params = SamplingParams(max_tokens, temperature, **sampling)
-    return Request(ticket, tuple(prompt), draw_key(0, "test", task, attempt), params)
+    return Request(ticket, tuple(prompt), draw_key(0, "test", task, attempt), params, cache_key)
 
 
 def some_requests(count: int = 6, attempts: int = 2, temperature: float = 1.0, seed: int = 0) -> list[Request]:
@@ -286,7 +297,7 @@ def rollouts_of(requests: Sequence[Request], completions: Mapping[Any, Completio
             tokens=np.array([*asked.prompt, *done.tokens], np.int32),
             provenance=np.repeat([Provenance.PROMPT, Provenance.MODEL], [prompt, drawn]).astype(np.int8),
             logp_behavior=np.concatenate([np.zeros(prompt, np.float32), done.logp]),
-            versions=np.repeat([-1, done.version], [prompt, drawn]).astype(np.int32),
+            versions=np.concatenate([np.full(prompt, -1, np.int32), done.versions]),
             finish_reason=done.finish_reason,
             score=Score("score", float(rng.normal())),
             turns=1,
@@ -300,6 +311,6 @@ def rollouts_of(requests: Sequence[Request], completions: Mapping[Any, Completio
 def bits(completions: Mapping[Any, Completion]) -> dict[Any, tuple[Any, ...]]:
     """Return what must be equal when completions are the same to the last bit."""
     return {
-        ticket: (done.tokens.tolist(), done.logp.tobytes(), done.finish_reason, done.version)
+        ticket: (done.tokens.tolist(), done.logp.tobytes(), done.finish_reason, done.versions.tolist())
         for ticket, done in completions.items()
     }

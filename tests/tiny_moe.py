@@ -57,11 +57,11 @@ def sampled(mesh: str = "one", dtype: str = "float32") -> Any:
     On one device the cache is too small for all slots.
     """
     requests = [
-        dataclasses.replace(asked, max_tokens=40 if index % 4 == 0 else asked.max_tokens)
+        dataclasses.replace(asked, params=dataclasses.replace(asked.params, max_tokens=40)) if index % 4 == 0 else asked
         for index, asked in enumerate(some_requests(4, 8))
     ]
     engine = engine_of(mesh, dtype, cache_tokens=9 * BLOCK if mesh == "one" else None)
-    return requests, run(engine, requests), engine.preempted
+    return requests, run(engine, requests), engine.take_metrics()["cache/preempted"]
 
 
 def learner_of(mesh: str = "one", **sections: Mapping[str, Any]) -> Learner:

@@ -85,11 +85,26 @@ class _Episode:
     def name(self) -> tuple[str, int, int]:
         return self.task.id, self.attempt, self.tries
 
-    def append(self, tokens: Sequence[int], provenance: Provenance, logp: Sequence[float], version: int) -> None:
+    @property
+    def cache_key(self) -> tuple[str, int]:
+        """A later try tells a fresh world the same messages, so it continues the same cache."""
+        return self.task.id, self.attempt
+
+    def append(self, tokens: Sequence[int], provenance: Provenance) -> None:
+        """Append tokens that the model did not write."""
         self.tokens += map(int, tokens)
         self.provenance += [int(provenance)] * len(tokens)
-        self.logp += map(float, logp) if len(logp) else [0.0] * len(tokens)
-        self.versions += [version] * len(tokens)
+        self.logp += [0.0] * len(tokens)
+        self.versions += [-1] * len(tokens)
+
+    def append_completion(self, completion: Completion) -> None:
+        self.tokens += completion.tokens.tolist()
+        self.provenance += [int(Provenance.MODEL)] * len(completion.tokens)
+        self.logp += completion.logp.tolist()
+        self.versions += completion.versions.tolist()
+        if completion.choices is not None:
+            # What an earlier turn computed stays: its tokens were drawn under those experts.
+            self.choices.append(completion.choices[sum(map(len, self.choices)) :])
 
 
 class Collector:
@@ -140,7 +155,7 @@ class Collector:
                 self._open(episode)
             self._run()
         except BaseException:
-            self._engine.abort()
+            self._engine.clear()
             for name in self._episodes:
                 self._pool.close_episode(name)
             raise
@@ -223,7 +238,7 @@ class Collector:
             if not episode.tokens:
                 episode.tools = tuple(reply.value.tools)
                 prompt = self._tokenizer.apply_chat_template(reply.value.messages, tools=episode.tools)
-                episode.append(prompt, Provenance.PROMPT, (), -1)
+                episode.append(prompt, Provenance.PROMPT)
             return False
         assert isinstance(reply.value, StepResult)
         episode.replies.append(reply)
@@ -233,7 +248,7 @@ class Collector:
             raise ValueError("the environment answered the same messages otherwise when the episode was tried again")
         if not result.done and not again:
             ids = self._tokenizer.reply_ids(result.messages, ended=episode.closed, tools=episode.tools)
-            episode.append(ids, Provenance.ENVIRONMENT, (), -1)
+            episode.append(ids, Provenance.ENVIRONMENT)
             episode.heard.append(result)
         return result.done
 
@@ -252,14 +267,11 @@ class Collector:
             self._end(episode)
             return
         key = draw_key(self._config.run.seed, self._purpose, episode.task.id, episode.attempt)
-        self._engine.submit([Request(episode.name, tuple(episode.tokens), key, self._sampling)])
+        self._engine.submit([Request(episode.name, tuple(episode.tokens), key, self._sampling, episode.cache_key)])
 
     def _act(self, episode: _Episode, completion: Completion) -> None:
         """Take in one message of the model and tell the environment."""
-        episode.append(completion.tokens.tolist(), Provenance.MODEL, completion.logp.tolist(), completion.version)
-        if completion.choices is not None:
-            # What an earlier turn computed stays: its tokens were drawn under those experts.
-            episode.choices.append(completion.choices[sum(map(len, episode.choices)) :])
+        episode.append_completion(completion)
         episode.finish_reason = completion.finish_reason
         # A stop string ends a message without the token that closes the turn.
         episode.closed = isinstance(completion.stop, int)
@@ -270,6 +282,7 @@ class Collector:
     def _end(self, episode: _Episode) -> None:
         del self._episodes[episode.name]
         self._pool.close_episode(episode.name)
+        self._engine.release(episode.cache_key)
         episode.rollout = Rollout(
             task_id=episode.task.id,
             attempt=episode.attempt,

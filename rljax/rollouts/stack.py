@@ -69,6 +69,8 @@ def build_engine(config: Config, arch: Arch, mesh: Mesh, tokenizer: Tokenizer) -
         cache_tokens=sampler.cache_tokens,
         readers=config.algorithm.num_generations,
         decode_chunk_steps=sampler.decode_chunk,
+        prefill_chunk=sampler.prefill_chunk,
+        reuse_cache=sampler.reuse_cache,
         dtype=sampler.dtype,
         record_routing=config.algorithm.routing_replay,
         open_text=tokenizer.decode_stream,

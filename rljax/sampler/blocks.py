@@ -1,10 +1,11 @@
 """Who holds which block of the cache: the host's side of the sampler's memory.
 
-Owns the free blocks of one data shard, the prompts that are stored and their readers, and the tables that tell the
-device. Refuses to own arrays and the order in which rollouts are served.
+Owns the free blocks of one data shard, the prompts that are stored and their readers, what is parked, and the tables that
+tell the device. Refuses to own arrays and the order in which rollouts are served (schedule.py).
 
     prompt --seat--> blocks, with places for several readers --seat--> further readers --leave--> freed with the last one
     slot   --seat--> blocks for its first tokens --extend--> more blocks             --leave--> freed
+           --park--> its place and blocks without a slot --resume--> a slot again, or --drop--> freed
 """
 
 import heapq
@@ -18,20 +19,50 @@ from rljax.pytree import with_fields
 from rljax.sampler.cache import BLOCK
 from rljax.sampler.paged import Tables
 
+_ABSENT = -1  # in the place of a reader that is parked
+
 
 def blocks_for(tokens: int) -> int:
     """Return how many blocks hold so many tokens."""
     return -(-tokens // BLOCK)
 
 
-@dataclass(slots=True)
-class StoredPrompt:
-    """A stored prompt: its blocks, per reader's place the slot that reads it, and what was noted when it was computed."""
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A stored prompt.
+
+    Example:
+        Prompt(tokens=(1, 5, 6), blocks=[3], readers=[0, None, None, None])
+    """
 
     tokens: tuple[int, ...]
+    """All of its tokens but the last."""
     blocks: list[int]
+    """Its blocks, in the order of tokens."""
     readers: list[int | None]
-    notes: Any = None
+    """Per place, the slot that reads it, -1 for a parked reader, None for nobody."""
+    computed: int = 0
+    """How many of its tokens have keys and values; written by who computes them."""
+    record: list[Any] = field(default_factory=list)
+    """To which experts they went, piece by piece, where that is recorded; written by who computes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """What a rollout without a slot holds.
+
+    Example:
+        Parked(prompt=prompt, place=2, blocks=[8, 9], start=3)
+    """
+
+    prompt: Prompt
+    """The prompt it reads."""
+    place: int
+    """Its place among the readers."""
+    blocks: list[int]
+    """Its own blocks, in the order of tokens."""
+    start: int
+    """Position of the first token in them."""
 
 
 class Pool:
@@ -57,14 +88,18 @@ class Pool:
             heapq.heappush(self._free, block)
 
     @property
+    def size(self) -> int:
+        """Number of blocks."""
+        return self._ends[-1]
+
+    @property
     def used(self) -> int:
         """Number of blocks in use."""
         return len(self._used)
 
-    def cover(self) -> int:
-        """Return the number of arenas that hold all blocks in use; at least one."""
-        highest = max(self._used, default=0)
-        return next(index for index, end in enumerate(self._ends, 1) if highest < end)
+    def covering(self, block: int) -> int:
+        """Return how many blocks the arenas up to the one with this block have."""
+        return next(end for end in self._ends if block < end)
 
 
 @dataclass(slots=True)
@@ -73,8 +108,8 @@ class Ledger:
 
     Example:
         ledger = Ledger(shards=1, readers=8, prompts=Pool((24,)), own=Pool((128,)))
-        awaiting = ledger.seat(0, prompt=(1, 2, 3), tokens=16, compute=True)
-        ledger.extend(0, start=3, tokens=32)
+        ledger.seat(0, prompt=(1, 2, 3), tokens=16)
+        ledger.extend(0, tokens=32)
         ledger.leave(0)
     """
 
@@ -86,8 +121,8 @@ class Ledger:
     """Blocks of the prompt pool."""
     own: Pool
     """Blocks of the own pool."""
-    _stored: dict[tuple[int, ...], list[StoredPrompt]] = field(default_factory=dict)
-    _place: dict[int, tuple[StoredPrompt, int]] = field(default_factory=dict)
+    _stored: dict[tuple[int, ...], list[Prompt]] = field(default_factory=dict)
+    _place: dict[int, tuple[Prompt, int]] = field(default_factory=dict)
     _blocks: dict[int, list[int]] = field(default_factory=dict)
     _start: dict[int, int] = field(default_factory=dict)
 
@@ -95,66 +130,92 @@ class Ledger:
         """Tell whether the prompt is stored with a place for one more reader."""
         return any(None in stored.readers for stored in self._stored.get(prompt, ()))
 
-    def seat(self, slot: int, prompt: tuple[int, ...], tokens: int, compute: bool) -> list[int] | None:
-        """Let the slot read a stored prompt, or store it, and give it blocks for so many own tokens.
+    def seat(self, slot: int, prompt: tuple[int, ...], tokens: int) -> bool:
+        """Let the slot read a stored prompt, or one that is to be computed, and give it blocks for so many own tokens.
 
         Args:
             slot: A slot that holds nothing.
             prompt: All tokens of the prompt but the last, which is the slot's first own token.
             tokens: Own tokens to make room for.
-            compute: Whether the prompt may be stored if it is not; the caller then computes its keys and values.
 
         Returns:
-            The blocks that await the prompt (none when it was stored), or None, and nothing is changed, when there is no
-            room.
+            Whether there was room; if not, nothing is changed.
         """
-        joins = self.has_place(prompt)
-        if not joins and not compute:
-            return None
-        if not self.extend(slot, len(prompt), tokens):
-            return None
-        blocks: list[int] | None = [] if joins else self.prompts.take(blocks_for(len(prompt)))
-        if blocks is None:
-            self._free_own(slot)
-            return None
-        if not joins:
-            self._stored.setdefault(prompt, []).append(StoredPrompt(prompt, blocks, [None] * self.readers))
+        own = self.own.take(blocks_for(tokens))
+        if own is None:
+            return False
+        if not self.has_place(prompt):
+            blocks = self.prompts.take(blocks_for(len(prompt)))
+            if blocks is None:
+                self.own.give(own)
+                return False
+            self._stored.setdefault(prompt, []).append(Prompt(prompt, blocks, [None] * self.readers))
         stored = next(stored for stored in self._stored[prompt] if None in stored.readers)
         place = stored.readers.index(None)
         stored.readers[place] = slot
-        self._place[slot] = stored, place
-        return blocks
+        self._place[slot], self._blocks[slot], self._start[slot] = (stored, place), own, len(prompt)
+        return True
 
-    def note(self, prompt: tuple[int, ...], notes: Any) -> None:
-        """Keep something beside a prompt that was just computed, as long as it is stored."""
-        for stored in self._stored[prompt]:
-            if stored.notes is None:  # several copies, made together, are equal
-                stored.notes = notes
-
-    def stored(self, slot: int) -> StoredPrompt:
-        """Return the prompt that the slot reads."""
-        return self._place[slot][0]
-
-    def extend(self, slot: int, start: int, tokens: int) -> bool:
-        """Give the slot blocks for so many own tokens, the first one at position `start`; False when there are too few."""
-        held = self._blocks.get(slot, [])
-        more = self.own.take(max(0, blocks_for(tokens) - len(held)))
+    def extend(self, slot: int, tokens: int) -> bool:
+        """Give the slot blocks for so many own tokens; False when there are too few."""
+        more = self.own.take(max(0, blocks_for(tokens) - len(self._blocks[slot])))
         if more is None:
             return False
-        self._blocks[slot], self._start[slot] = held + more, start
+        self._blocks[slot] += more
         return True
 
     def leave(self, slot: int) -> None:
         """Free what the slot holds; a prompt is forgotten with its last reader."""
-        self._free_own(slot)
+        self.drop(self.park(slot, 0))
+
+    def park(self, slot: int, tokens: int) -> Parked:
+        """Take from the slot what it holds; of its own blocks, those of so many tokens are kept."""
         stored, place = self._place.pop(slot)
-        stored.readers[place] = None
+        blocks, kept = self._blocks.pop(slot), blocks_for(tokens)
+        self.own.give(blocks[kept:])
+        stored.readers[place] = _ABSENT
+        return Parked(stored, place, blocks[:kept], self._start.pop(slot))
+
+    def resume(self, slot: int, parked: Parked, tokens: int) -> bool:
+        """Give the slot what was parked, and blocks for so many own tokens; False, and nothing is changed, without room."""
+        more = self.own.take(max(0, blocks_for(tokens) - len(parked.blocks)))
+        if more is None:
+            return False
+        parked.prompt.readers[parked.place] = slot
+        self._place[slot] = parked.prompt, parked.place
+        self._blocks[slot], self._start[slot] = parked.blocks + more, parked.start
+        return True
+
+    def drop(self, parked: Parked) -> None:
+        """Free what is parked."""
+        self.own.give(parked.blocks)
+        stored = parked.prompt
+        stored.readers[parked.place] = None
         if stored.readers.count(None) == self.readers:
             self.prompts.give(stored.blocks)
-            same = self._stored[stored.tokens]
-            same.remove(stored)
-            if not same:
-                del self._stored[stored.tokens]
+            same = [other for other in self._stored.get(stored.tokens, ()) if other is not stored]
+            if same:
+                self._stored[stored.tokens] = same
+            else:
+                self._stored.pop(stored.tokens, None)
+
+    def forget(self) -> None:
+        """Let nobody join a prompt that is stored now; its readers go on reading it."""
+        self._stored.clear()
+
+    def prompt_of(self, slot: int) -> Prompt:
+        """Return the prompt that a slot reads."""
+        return self._place[slot][0]
+
+    def blocks_of(self, slot: int) -> list[int]:
+        """Return a slot's own blocks."""
+        return self._blocks[slot]
+
+    def covered(self) -> tuple[int, int]:
+        """Return how many blocks of each pool the arenas have that hold what slots read; at least the first arena's."""
+        prompt = max((block for stored, _ in self._place.values() for block in stored.blocks), default=0)
+        own = max((block for blocks in self._blocks.values() for block in blocks), default=0)
+        return self.prompts.covering(prompt), self.own.covering(own)
 
     def widest(self) -> tuple[int, int]:
         """Return the largest number of prompt blocks and of own blocks that one slot reads."""
@@ -173,10 +234,6 @@ class Ledger:
             for index, block in enumerate(self._blocks[slot]):
                 parts["own_slot"][block], parts["own_start"][block] = slot, self._start[slot] + index * BLOCK
                 parts["own_parts"][slot, index] = block
-
-    def _free_own(self, slot: int) -> None:
-        self.own.give(self._blocks.pop(slot))
-        del self._start[slot]
 
 
 def empty_tables(slots: int, prompt_blocks: int, readers: int, own_blocks: int, columns: tuple[int, int]) -> Tables:

@@ -65,7 +65,7 @@ class Progress:
     position: Int[Array, " b"]
     """Position of that token in its sequence."""
     origin: Int[Array, " b"]
-    """Position of the first token in the slot's own blocks: the last token of its prompt."""
+    """Position of the first token in the slot's own blocks: the last token of the prompt it reads."""
     remaining: Int[Array, " b"]
     """Tokens this slot may still draw; 0 when it is idle or done."""
     draw_key: UInt32[Array, "b 2"]

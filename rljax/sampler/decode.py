@@ -1,4 +1,4 @@
-"""The compiled programs of the sampler: fill slots from prompts, and decode a chunk of tokens in all of them.
+"""The compiled programs of the sampler: fill the cache from prompts, extend it, and decode a chunk of tokens in all slots.
 
 Owns what runs on the device. Refuses to own the queue and the choice of what runs next (engine.py).
 
@@ -22,7 +22,7 @@ from rljax.models.moe import Routing
 from rljax.pytree import Params, pytree
 from rljax.sampler.cache import LayerCache, Progress, Report, Slots
 from rljax.sampler.draw import Rules, draw, end_ids, likely, reshaped, uniforms
-from rljax.sampler.paged import Tables, paged_attention, store_prompts
+from rljax.sampler.paged import Pieces, Tables, paged_attention, pieces_attention, store_prompts
 
 _SCORED_POSITIONS = 64  # positions of a prompt whose logits exist at the same time
 
@@ -49,6 +49,8 @@ class Starts:
     """Last token of the prompt."""
     position: Int[Array, " b"]
     """Position of that token."""
+    origin: Int[Array, " b"]
+    """Position of the first token in the slot's own blocks."""
     limit: Int[Array, " b"]
     """How many tokens may be drawn."""
     draw_key: UInt32[Array, "b 2"]
@@ -107,9 +109,18 @@ def score_prompts(arch: Arch, params: Params, tokens: Int[Array, "a s"], lengths
     return jnp.pad(logp, ((0, 0), (1, 0)), constant_values=jnp.nan)
 
 
+def extend(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Pieces) -> tuple[Slots, UInt[Array, "a s l e"] | None]:
+    """Compute the keys and values of tokens that continue what the cache holds, as `fill` does those of whole prompts."""
+    positions = new.first[:, None] + jnp.arange(new.tokens.shape[1])[None]
+    attention, dtype = pieces_attention(arch, mesh, new), params["embed"].dtype
+    decoder, record = merge(arch, params), slots.progress.out_choices is not None
+    _, cache, routing = decoder.continued(new.tokens, positions, attention, slots.cache, dtype=dtype, record_routing=record)
+    return Slots(cache, slots.progress), _choices(arch, routing)
+
+
 def start(progress: Progress, new: Starts) -> Progress:
     """Begin new rollouts whose prompts are stored."""
-    fresh = {"token": new.token, "position": new.position, "origin": new.position, "remaining": new.limit}
+    fresh = {"token": new.token, "position": new.position, "origin": new.origin, "remaining": new.limit}
     fresh |= {"temperature": new.temperature, "count": jnp.zeros_like(progress.count)}
     changed = {name: jnp.where(new.starts, value, getattr(progress, name)) for name, value in fresh.items()}
     changed["draw_key"] = jnp.where(new.starts[:, None], new.draw_key, progress.draw_key)
@@ -147,7 +158,8 @@ def _decode_step(
 ) -> Slots:
     """Feed each slot's token and draw the next one."""
     decoder, dtype, now = merge(arch, params), params["embed"].dtype, state.progress
-    attention = paged_attention(arch, mesh, tables, now.position, now.origin)
+    active = now.remaining > 0
+    attention = paged_attention(arch, mesh, tables, now.position, now.origin, active)
     fed, record = (now.token[:, None], now.position[:, None]), now.out_choices is not None
     hidden, cache, routing = decoder.continued(*fed, attention, state.cache, dtype=dtype, record_routing=record)
     scores = logits(decoder, hidden[:, 0])
@@ -156,7 +168,6 @@ def _decode_step(
         ends = end_ids(rules, stop_ids)
         allowed = reshaped(scores, now.temperature, now.count, rules, ends)
     drawn = draw(allowed, now.temperature, uniforms(now.draw_key, now.position + 1))
-    active = now.remaining > 0
     ended = jnp.any(drawn.token[:, None] == ends, axis=1)
     written = jnp.arange(now.out_tokens.shape[1])[None, :] == jnp.where(active, now.count, -1)[:, None]
     progress = dataclasses.replace(

@@ -1,21 +1,19 @@
 """The sampling engine: a queue of prompts, slots on the mesh, and the order in which the compiled programs run.
 
-Owns admission (which waiting rollout gets which slot), the shapes that are compiled, and the harvest of finished
-completions. Refuses to own text, rewards and training.
+Owns the device's arrays, the programs and the harvest of finished completions. Refuses to own which rollout gets which slot
+and blocks (schedule.py), the shapes that are compiled (shapes.py), text, rewards and training.
 
-    submit -> waiting -> (fill: prompts computed once, shared) -> (start) -> slots -> (decode_chunk)* -> poll -> Completion
-                 ^------------------------- sent back when blocks run out ----------------'
+    submit -> schedule -> (fill, extend: prompts computed once, shared) -> (start) -> (decode_chunk)* -> poll -> Completion
+                 ^                                                                                        |
+                 '-------------- a later turn, whose cache was parked meanwhile (`Request.cache_key`) ----'
 
 A rollout's tokens depend on the weights, its prompt, its id and its attempt; not on its slot, its neighbours or when
 it was admitted. Every draw is keyed by `draw_key(seed, purpose, task id, attempt)` and the position of the token.
 """
 
 import hashlib
-import heapq
-import math
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,50 +27,14 @@ from rljax.models.arch import Arch
 from rljax.pytree import Params
 from rljax.records import Completion, SamplingParams, TopTokens
 from rljax.sampler.blocks import Ledger, Pool, blocks_for, empty_tables
-from rljax.sampler.cache import BLOCK, Report, Slots, arena_sizes, empty_slots, slots_sharding
-from rljax.sampler.decode import Prompts, Starts, decode_chunk, fill, score_prompts, start
+from rljax.sampler.cache import Report, Slots, empty_slots, slots_sharding
+from rljax.sampler.decode import Prompts, Starts, decode_chunk, extend, fill, score_prompts, start
 from rljax.sampler.draw import Rules
-from rljax.sampler.paged import Tables
+from rljax.sampler.paged import Pieces, Tables
 from rljax.sampler.rules import build_rules, end_tokens, has_rules, refuse_impossible
+from rljax.sampler.schedule import Counts, Piece, Request, Running, Schedule
+from rljax.sampler.shapes import least, prompt_lengths, shapes_of
 from rljax.sampler.stops import StopStream, TextStream
-
-_FIRST_OWN_BLOCKS = 2  # per slot, in the first arena
-_COLUMNS = (2,)  # blocks per slot that tables have room for, these times a power of two
-_PROMPT_LENGTHS = (16, 24)  # tokens that a prefill has room for, these times a power of two
-
-_Rows = list[tuple[tuple[int, ...], list[int]]]  # prompts to compute on one data shard, and their blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One rollout to sample.
-
-    Example:
-        Request(("task", 0), prompt=(1, 5, 6), key=draw_key(0, "train", "task", 0), params=SamplingParams(max_tokens=32))
-    """
-
-    ticket: Hashable
-    """Comes back with the completion."""
-    prompt: tuple[int, ...]
-    """Token ids to continue; requests with equal prompts share one computation of it."""
-    key: tuple[int, int]
-    """Random key of the rollout, from `draw_key`; the seed of everything that is drawn for it."""
-    params: SamplingParams
-    """How it is drawn, and what is reported."""
-
-
-@dataclass(slots=True)
-class _Running:
-    """A rollout in a slot."""
-
-    request: Request
-    version: int
-    reach: int
-    """Tokens that it may have drawn by the end of the chunk in progress."""
-    text: StopStream | None = None
-    """Looks for its stop strings, if it has any."""
-    prompt_logp: tuple[jax.Array, int] | None = None
-    """Log-probabilities of prompts, and which row is its own, if they were asked for."""
 
 
 def draw_key(seed: int, purpose: str, task_id: str, attempt: int) -> tuple[int, int]:
@@ -99,6 +61,8 @@ class Engine:
         cache_tokens: int | None = None,
         readers: int,
         decode_chunk_steps: int,
+        prefill_chunk: int | None = None,
+        reuse_cache: bool = False,
         dtype: Any,
         record_routing: bool = False,
         logprobs: int | None = None,
@@ -117,6 +81,8 @@ class Engine:
                 rollouts wait for room, and when those that run outgrow it, the youngest starts again later.
             readers: Rollouts that share one stored prompt.
             decode_chunk_steps: Decode steps between two looks by the host.
+            prefill_chunk: Tokens of one prompt that are computed between two chunks of decode steps; default: all of it.
+            reuse_cache: Whether caches are parked under the requests' cache keys. The pool of own tokens is larger then.
             dtype: Type of parameters and products, and of the cache except on CPUs, where it is float32.
             record_routing: Whether completions tell to which experts their tokens went.
             logprobs: Most likely tokens that requests may have reported; None for no report. Every step pays for it.
@@ -126,57 +92,79 @@ class Engine:
             ValueError: slots do not divide over the mesh, nothing ends a completion, the cache is too small, or the model has
                 no experts whose choice could be recorded.
         """
-        if record_routing and arch.experts is None:
-            raise ValueError("algorithm.routing_replay is for models with experts, and this model has none; set it to false")
         self.shards = data_shards(mesh)
-        if slots % self.shards:
-            raise ValueError(f"sampler.slots ({slots}) must be a multiple of mesh.replica x mesh.fsdp ({self.shards})")
-        if not stop_ids:
-            raise ValueError("no token ends a completion; set eos_token_id in the checkpoint's generation_config.json")
+        _refuse_unfit(arch, slots, self.shards, stop_ids, record_routing)
         self.mesh, self.arch, self.slots = mesh, arch, slots
         self.max_prompt_length, self.max_completion_length = max_prompt_length, max_completion_length
-        self._per_shard, self._steps = slots // self.shards, decode_chunk_steps
-        self._rows, self._readers = -(-self._per_shard // readers), min(readers, self._per_shard)  # _rows: per prefill
+        per_shard, readers = slots // self.shards, min(readers, slots // self.shards)
+        self._rows = -(-per_shard // readers)  # prompts per prefill and data shard
+        cache_share = None if cache_tokens is None else cache_tokens // self.shards
+        chunk = max_prompt_length if prefill_chunk is None else prefill_chunk
+        self._shapes = shapes_of(
+            *(per_shard, self._rows, max_prompt_length, max_completion_length, chunk, cache_share), continued=reuse_cache
+        )
+        prompt_arenas, own_arenas = self._shapes.prompt_arenas, self._shapes.own_arenas
+        ledgers = [Ledger(self.shards, readers, Pool(prompt_arenas), Pool(own_arenas)) for _ in range(self.shards)]
+        self._schedule = Schedule(ledgers, per_shard, decode_chunk_steps, chunk, reuse_cache)
+        self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
         self._ends, self._row_sharding = frozenset(stop_ids), sharding(mesh, DATA_AXES)
         self._logprobs, self._open_text = logprobs, open_text
-        self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
-        self._columns = blocks_for(max_prompt_length - 1), blocks_for(max_completion_length)
-        arenas = self._arenas(cache_tokens)
-        self._arena_ends = tuple(np.cumsum(pool).tolist() for pool in arenas)
-        self._ledgers = [Ledger(self.shards, self._readers, *map(Pool, arenas)) for _ in range(self.shards)]
         # XLA:CPU writes into a bfloat16 array by converting all of it to float32 and back.
         cache_dtype = jnp.dtype("float32" if mesh.devices.flat[0].platform == "cpu" else dtype)
-        self._state = empty_slots(arch, slots, *arenas, max_completion_length, cache_dtype, mesh, record_routing, logprobs)
+        sizes = slots, prompt_arenas, own_arenas, max_completion_length
+        self._state: Slots = empty_slots(arch, *sizes, cache_dtype, mesh, record_routing, logprobs)
         # The slots are donated: a program that copied the cache instead of updating it would double the memory.
         layout = slots_sharding(mesh)
-        self._fill = jax.jit(partial(fill, arch, mesh), donate_argnums=1, out_shardings=(layout, self._row_sharding))
+        self._fill, self._extend = (
+            jax.jit(partial(program, arch, mesh), donate_argnums=1, out_shardings=(layout, self._row_sharding))
+            for program in (fill, extend)
+        )
         self._start = jax.jit(start, donate_argnums=0, out_shardings=layout.progress)
         self._decode = jax.jit(partial(decode_chunk, arch, mesh, decode_chunk_steps), donate_argnums=1, out_shardings=layout)
         self._score = jax.jit(partial(score_prompts, arch))
         self._params: Params | None = None
         self._version = -1
-        self._waiting: deque[Request] = deque()
-        self._running: dict[int, _Running] = {}  # by slot, in the order of admission
         self._rules: tuple[dict[int, SamplingParams], Rules] | None = None  # who asks for what, and the same on the device
-        self._halted: set[int] = set()  # slots that were vacated while the device still draws in them
-        self._free = [list(range(self._per_shard)) for _ in range(self.shards)]  # per data shard, a heap
-        self.preempted = 0
-        """Rollouts sent back for want of blocks so far."""
 
     def set_weights(self, params: Params, version: int) -> None:
-        """Sample from these parameters from now on.
+        """Sample from these parameters from now on; what is parked is freed, and no stored prompt is given to newcomers.
+
+        Rollouts in progress go on with the new parameters on the cache they have, as with the in-flight updates of
+        PipelineRL (arXiv:2509.19128): each of their tokens has the version that drew it.
 
         Args:
             params: Parameters in the sampler's layout and type, from `rollouts.weights.publish`.
             version: Recorded with every token sampled from them.
         """
-        assert not self._running, "weights changed while rollouts were in progress: their cache holds the old ones"
+        decoding = [slot for slot, running in self._schedule.running.items() if running.started]
+        counts = jax.device_get(self._state.progress.count) if decoding else ()
+        self._schedule.new_weights({slot: int(counts[slot]) for slot in decoding}, version)
         self._params, self._version = params, version
+
+    def warm_up(self) -> int:
+        """Compile every program that any lengths will ask for, by running each with nothing to do; return how many there are.
+
+        Without it each is compiled when it is first met, as are those for requests that change the distribution.
+        """
+        assert self._params is not None, "set_weights comes before a warm-up"
+        assert not self.pending, "a warm-up would take the steps of those that run"
+        shapes, nobody, params = self._shapes, [()] * self.shards, self._params
+        prompts = [(self._fill, Prompts, width, blocks_for(width)) for width in shapes.prompts]
+        pieces = [(self._extend, Pieces, *sizes) for sizes in itertools.product(shapes.pieces, shapes.seen)]
+        steps = list(shapes.decode())
+        with jax.set_mesh(self.mesh):
+            for program, kind, width, blocks in (*prompts, *pieces):
+                self._state, _ = program(params, self._state, self._pieces(kind, nobody, width, blocks))
+            self._state = Slots(self._state.cache, self._start(self._state.progress, self._starts((), ())))
+            for covered, columns in steps:
+                tables = jax.device_put(self._empty_tables(covered, columns), self._row_sharding)
+                self._state = self._decode(params, self._state, tables, self._stop_ids, None)
+        return len(prompts) + len(pieces) + 1 + len(steps)
 
     @property
     def pending(self) -> int:
         """Number of submitted rollouts that have not been polled."""
-        return len(self._waiting) + len(self._running)
+        return len(self._schedule.waiting) + len(self._schedule.running)
 
     @property
     def free(self) -> int:
@@ -202,43 +190,47 @@ class Engine:
                     f"sampler.max_completion_length allows 1 to {self.max_completion_length}"
                 )
             refuse_impossible(request.params, self.arch, self._ends, self._logprobs, self._open_text is not None)
-        self._waiting.extend(requests)
+        self._schedule.waiting.extend(requests)
 
     def step(self) -> None:
-        """Admit waiting rollouts to free slots and start decoding a chunk; returns before the device is done."""
+        """Admit waiting rollouts, compute a piece of each prompt and start a chunk of decode steps.
+
+        Returns before the device is done.
+        """
         assert self._params is not None, "set_weights comes before step"
+        schedule = self._schedule
         with jax.set_mesh(self.mesh):
             # Those that run come first: a newcomer they would have to send back again is not let in.
-            stopped = self._make_room() | self._halted
-            self._halted.clear()
-            started = self._admit()
-            if stopped or started:
-                progress = self._start(self._state.progress, self._starts(stopped | started))
+            schedule.make_room()
+            schedule.admit(self._version)
+            self._compute()
+            started = schedule.start()
+            if started or schedule.halted:
+                progress = self._start(self._state.progress, self._starts(started, schedule.halted))
                 self._state = Slots(self._state.cache, progress)
+                schedule.halted.clear()
             self._score_prompts(started)
-            if self._running:
+            if any(running.started for running in schedule.running.values()):
                 rules = self._rules_in_use()
                 self._state = self._decode(self._params, self._state, self._tables(), self._stop_ids, rules)
 
     def poll(self) -> list[tuple[Hashable, Completion]]:
         """Wait for the chunk in progress and return the completions that ended with it."""
-        if not self._running:
+        decoding = {slot: running for slot, running in self._schedule.running.items() if running.started}
+        if not decoding:
             return []
         progress = self._state.progress
         remaining, counts = jax.device_get((progress.remaining, progress.count))
-        ends = {slot: int(counts[slot]) for slot in self._running if remaining[slot] == 0}
-        found: dict[int, str] = {}
-        if any(running.request.params.stop for running in self._running.values()):
-            for slot, tokens in enumerate(jax.device_get(progress.out_tokens)):
-                if slot in self._running and (stop := self._stop_string(self._running[slot], tokens[: counts[slot]])):
-                    ends[slot], found[slot] = stop
-        if not ends:
-            return []
-        self._halted |= {slot for slot in ends if remaining[slot]}
-        outputs = jax.device_get((progress.out_tokens, progress.out_logp, progress.report, progress.out_choices))
-        return [self._harvest(slot, count, found.get(slot), *outputs) for slot, count in ends.items()]
+        ends: dict[int, tuple[int, str | None]] = {slot: (int(counts[slot]), None) for slot in decoding if remaining[slot] == 0}
+        if any(running.request.params.stop for running in decoding.values()):
+            drawn = jax.device_get(progress.out_tokens)
+            for slot, running in decoding.items():
+                if stop := self._stop_string(running, drawn[slot, : counts[slot]]):
+                    ends[slot] = stop
+        self._schedule.halted |= {slot for slot in ends if remaining[slot]}
+        return [(decoding[slot].request.ticket, done) for slot, done in self._harvest(ends).items()]
 
-    def _stop_string(self, running: _Running, tokens: np.ndarray) -> tuple[int, str] | None:
+    def _stop_string(self, running: Running, tokens: np.ndarray) -> tuple[int, str] | None:
         """Return how many of the tokens drawn so far stay and the stop string that they end with, if they do."""
         params = running.request.params
         if not params.stop:
@@ -252,35 +244,6 @@ class Engine:
                 return running.text.count, running.text.stop
         return None
 
-    def _harvest(
-        self,
-        slot: int,
-        count: int,
-        stop: str | None,
-        tokens: np.ndarray,
-        logps: np.ndarray,
-        report: Report | None,
-        experts: np.ndarray | None,
-    ) -> tuple[Hashable, Completion]:
-        """Free a slot and return its completion of so many tokens."""
-        choices = None if experts is None else self._with_prompt(slot, experts[slot, :count])
-        running = self._vacate(slot)
-        params, drawn = running.request.params, tokens[slot, :count].copy()
-        last = int(drawn[-1])
-        ended: str | int | None = last if stop is None and last in end_tokens(params, self._ends) else stop
-        raw, top, prompt_logp = None, None, None
-        if params.logprobs is not None:
-            assert report is not None, "such a request is refused"
-            raw, ids, likely = (np.asarray(part)[slot, :count] for part in (report.chosen, report.ids, report.logp))
-            raw, top = raw.copy(), TopTokens(ids[:, : params.logprobs].copy(), likely[:, : params.logprobs].copy())
-        if running.prompt_logp is not None:
-            logp_of_prompts, row = running.prompt_logp
-            prompt_logp = np.asarray(logp_of_prompts)[row, : len(running.request.prompt)].copy()
-        reason = "length" if ended is None else "stop"
-        logp = logps[slot, :count].copy()
-        done = Completion(drawn, logp, running.version, reason, ended, raw, top, prompt_logp, choices)
-        return running.request.ticket, done
-
     def stream(self, request: Request) -> Iterator[np.ndarray]:
         """Sample one rollout and yield its tokens as they come, for a person who watches."""
         assert not self.pending, "a stream polls the engine alone: it would drop the completions of others"
@@ -288,141 +251,127 @@ class Engine:
         sent = 0
         while self.pending:
             self.step()
-            slot = next(slot for slot, running in self._running.items() if running.request is request)
             # Only what is left after the search for stop strings is shown.
             if done := self.poll():
                 yield done[0][1].tokens[sent:]
                 return
+            for slot, running in self._schedule.running.items():
+                if running.started:
+                    count = int(jax.device_get(self._state.progress.count)[slot])
+                    yield jax.device_get(self._state.progress.out_tokens)[slot, sent:count].copy()
+                    sent = count
+
+    def abort(self, ticket: Hashable) -> Completion:
+        """Take a rollout back and return what it has drawn; a request with the prompt and these tokens continues it.
+
+        The draws are those it would have made: they depend on its key and on positions. With a cache key, its cache may
+        be parked. A rollout that came to its end in the chunk in progress is complete.
+
+        Raises:
+            KeyError: no rollout with this ticket is waiting or running.
+        """
+        for request in self._schedule.waiting:
+            if request.ticket == ticket:
+                self._schedule.waiting.remove(request)
+                return _nothing_drawn()
+        slot = next((slot for slot, running in self._schedule.running.items() if running.request.ticket == ticket), None)
+        if slot is None:
+            raise KeyError(f"no rollout with the ticket {ticket!r} is waiting or running")
+        if self._schedule.running[slot].started:
+            self._schedule.halted.add(slot)
             count = int(jax.device_get(self._state.progress.count)[slot])
-            yield jax.device_get(self._state.progress.out_tokens)[slot, sent:count].copy()
-            sent = count
+            return self._harvest({slot: (count, None)})[slot]
+        self._schedule.vacate(slot)
+        return _nothing_drawn()
 
-    def abort(self) -> None:
-        """Forget every waiting and running rollout."""
-        self._waiting.clear()
-        for slot in list(self._running):
-            self._vacate(slot)
+    def release(self, cache_key: Hashable) -> None:
+        """Free what is parked under a cache key: no later turn will come."""
+        self._schedule.release(cache_key)
 
-    def _arenas(self, cache_tokens: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Size both pools, per data shard: in full, or in proportion so that they hold `cache_tokens` over all shards."""
-        longest = self._columns
-        full = tuple(self._per_shard * blocks for blocks in longest)
-        if cache_tokens is not None:
-            share = cache_tokens // self.shards // BLOCK
-            if share < sum(longest):
-                raise ValueError(
-                    f"a prompt of {self.max_prompt_length} and a completion of {self.max_completion_length} tokens exceed the "
-                    f"cache of {cache_tokens // self.shards} tokens per data shard; raise sampler.cache_tokens"
-                )
-            full = tuple(max(blocks, min(all_, share * all_ // sum(full))) for blocks, all_ in zip(longest, full, strict=True))
-        # In the usual case every prompt is shared, and completions are short: the first arenas are made for that.
-        first = self._rows * longest[0], self._per_shard * min(longest[1], _FIRST_OWN_BLOCKS)
-        # A one-token prompt needs no block, and an array needs a row.
-        prompt, own = (arena_sizes(max(1, blocks), max(1, start)) for blocks, start in zip(full, first, strict=True))
-        return prompt, own
+    def clear(self) -> None:
+        """Forget every waiting and running rollout, and everything parked."""
+        self._schedule.clear()
 
-    def _admit(self) -> set[int]:
-        """Give waiting rollouts slots and blocks, first come first served; compute prompts that are not stored.
+    def take_metrics(self) -> dict[str, float]:
+        """Return how the cache was used since this was last called."""
+        counts, self._schedule.counts = self._schedule.counts, Counts()
+        values = {
+            "cache/preempted": float(counts.preempted),
+            "cache/evicted": float(counts.evicted),
+            "cache/occupancy_max": counts.occupancy,
+        }
+        return values | ({"cache/reused_fraction": counts.reused / counts.later} if counts.later else {})
 
-        Returns:
-            The slots that start.
-        """
-        starting: set[int] = set()
-        while self._waiting:
-            # All prompts of one prefill are of one bucket: the padded length may change the last bits of keys and values,
-            # so it must follow from the prompt alone and not from what else happens to wait.
-            width = self._bucket(len(self._waiting[0].prompt) - 1)
-            rows: list[_Rows] = [[] for _ in range(self.shards)]
-            seated = 0
-            while self._waiting and self._bucket(len(self._waiting[0].prompt) - 1) == width:
-                slot = self._seat(self._waiting[0], rows)
-                if slot is None:
-                    break
-                request = self._waiting.popleft()
-                self._running[slot] = _Running(request, self._version, min(request.params.max_tokens, self._steps))
-                starting.add(slot)
-                seated += 1
-            if any(rows):
-                assert self._params is not None
-                self._state, choices = self._fill(self._params, self._state, self._prompts(rows, width))
-                for shard, prompts in enumerate(rows if choices is not None else ()):
-                    for row, (prompt, _) in enumerate(prompts, shard * self._rows):
-                        self._ledgers[shard].note(prompt, (choices, row))
-            if not seated:
-                break
-        return starting
+    def _harvest(self, ends: Mapping[int, tuple[int, str | None]]) -> dict[int, Completion]:
+        """Free slots and return what their rollouts have drawn: so many tokens, and the stop string that they end with."""
+        if not ends:
+            return {}
+        now = self._state.progress
+        remaining, *outputs = jax.device_get((now.remaining, now.out_tokens, now.out_logp, now.report, now.out_choices))
+        done = {}
+        for slot, (count, stop) in ends.items():
+            tokens, logps, report, fed = (jax.tree.map(lambda part, at=slot: part[at], part) for part in outputs)
+            running = self._schedule.running[slot]
+            experts = None if fed is None else self._experts(slot, running, fed[:count])
+            drawn = tokens[:count].copy()
+            self._schedule.finish(slot, drawn.tolist(), experts)
+            found = _ended(running.request.params, drawn, stop, self._ends)
+            reason = "stop" if found is not None else "abort" if remaining[slot] else "length"
+            reported = _reported(running, count, report)
+            versions = _versions(running, count)
+            done[slot] = Completion(drawn, logps[:count].copy(), versions, reason, found, *reported, experts)
+        return done
 
-    def _seat(self, request: Request, rows: list[_Rows]) -> int | None:
-        """Return a slot with blocks for the request: where its prompt is stored, else where one more can be computed."""
-        prompt = request.prompt[:-1]
-        tokens = min(request.params.max_tokens, self._steps)
-        shards = [shard for shard in range(self.shards) if self._free[shard]]
-        # Where the prompt is stored, else where most slots are free: shards fill evenly.
-        shards.sort(key=lambda shard: (not self._ledgers[shard].has_place(prompt), -len(self._free[shard])))
-        for shard in shards:
-            slot = self._free[shard][0]
-            compute = len(rows[shard]) < self._rows or not prompt
-            blocks = self._ledgers[shard].seat(slot, prompt, tokens, compute)
-            if blocks is None:
-                continue
-            if blocks:
-                rows[shard].append((prompt, blocks))
-            return shard * self._per_shard + heapq.heappop(self._free[shard])
-        return None
+    def _experts(self, slot: int, running: Running, fed: np.ndarray) -> np.ndarray:
+        """Put the experts of what was computed before decoding before those of the tokens that were fed."""
+        shard, local = divmod(slot, self._schedule.per_shard)
+        record = running.record or self._schedule.ledgers[shard].prompt_of(local).record
+        return np.concatenate([*(np.asarray(choices)[row, :count] for choices, row, count in record), fed])
 
-    def _with_prompt(self, slot: int, fed: np.ndarray) -> np.ndarray:
-        """Put the experts of the slot's stored prompt before those of the tokens it was fed: its last one, and what it drew."""
-        shard, local = divmod(slot, self._per_shard)
-        stored = self._ledgers[shard].stored(local)
-        if not stored.tokens:
-            return fed.copy()
-        choices, row = stored.notes
-        return np.concatenate([np.asarray(choices)[row, : len(stored.tokens)], fed])
+    def _compute(self) -> None:
+        """Compute the next piece of every prompt that is not computed yet."""
+        calls: dict[tuple[bool, int, int], list[list[Piece]]] = {}
+        for shard, piece in self._schedule.pieces():
+            # The padded sizes may change the last bits of keys and values, so they follow from the piece alone and not from
+            # what else happens to be computed.
+            if piece.whole:
+                width = least(self._shapes.prompts, len(piece.tokens))
+                shape = True, width, blocks_for(width)
+            else:
+                shape = False, least(self._shapes.pieces, len(piece.tokens)), least(self._shapes.seen, len(piece.blocks))
+            calls.setdefault(shape, [[] for _ in range(self.shards)])[shard].append(piece)
+        for (whole, width, blocks), shards in calls.items():
+            for first in range(0, max(map(len, shards)), self._rows):
+                rows = [pieces[first : first + self._rows] for pieces in shards]
+                program, new = (self._fill, Prompts) if whole else (self._extend, Pieces)
+                self._state, experts = program(self._params, self._state, self._pieces(new, rows, width, blocks))
+                for shard, pieces in enumerate(rows if experts is not None else ()):
+                    for row, piece in enumerate(pieces, shard * self._rows):
+                        piece.record.append((experts, row, len(piece.tokens)))
 
-    def _make_room(self) -> set[int]:
-        """Give running rollouts blocks for the next chunk; send the youngest of a data shard back when there are none.
-
-        It starts again later and draws the same tokens: they depend on its key, not on when it runs.
-
-        Returns:
-            The slots of those sent back.
-        """
-        sent_back: set[int] = set()
-        for slot, running in list(self._running.items()):
-            shard, local = divmod(slot, self._per_shard)
-            running.reach = min(running.reach + self._steps, running.request.params.max_tokens)
-            start = len(running.request.prompt) - 1
-            while slot in self._running and not self._ledgers[shard].extend(local, start, running.reach):
-                youngest = next(other for other in reversed(self._running) if other // self._per_shard == shard)
-                self._waiting.appendleft(self._vacate(youngest).request)
-                sent_back.add(youngest)
-        self.preempted += len(sent_back)
-        return sent_back
-
-    def _vacate(self, slot: int) -> _Running:
-        """Free a slot and what it holds."""
-        shard, local = divmod(slot, self._per_shard)
-        self._ledgers[shard].leave(local)
-        heapq.heappush(self._free[shard], local)
-        return self._running.pop(slot)
-
-    def _prompts(self, rows: Sequence[_Rows], width: int) -> Prompts:
-        """Build the arrays of one prefill, `width` tokens wide."""
-        tokens = np.zeros((self.shards * self._rows, width), np.int32)
-        lengths = np.zeros(len(tokens), np.int32)
-        blocks = np.full((len(tokens), blocks_for(width)), -1, np.int32)
-        for shard, prompts in enumerate(rows):
-            for row, (prompt, taken) in enumerate(prompts, shard * self._rows):
-                tokens[row, : len(prompt)], lengths[row], blocks[row, : len(taken)] = prompt, len(prompt), taken
-        return Prompts(**jax.device_put({"tokens": tokens, "lengths": lengths, "blocks": blocks}, self._row_sharding))
+    def _pieces(self, kind: type[Prompts] | type[Pieces], rows: Sequence[Sequence[Piece]], width: int, blocks: int) -> Any:
+        """Build the arrays of one prefill, `width` tokens and `blocks` blocks wide."""
+        count = self.shards * self._rows
+        tokens, taken = np.zeros((count, width), np.int32), np.full((count, blocks), -1, np.int32)
+        lengths, first, origin, base = (np.zeros(count, np.int32) for _ in range(4))
+        for shard, pieces in enumerate(rows):
+            for row, piece in enumerate(pieces, shard * self._rows):
+                lengths[row], first[row], origin[row], base[row] = len(piece.tokens), piece.first, piece.origin, piece.base
+                tokens[row, : len(piece.tokens)], taken[row, : len(piece.blocks)] = piece.tokens, piece.blocks
+        fields = {"tokens": tokens, "lengths": lengths, "blocks": taken}
+        fields |= {"first": first, "origin": origin, "base": base} if kind is Pieces else {}
+        return kind(**jax.device_put(fields, self._row_sharding))
 
     def _score_prompts(self, started: Collection[int]) -> None:
         """Start computing the log-probabilities of the prompts whose requests ask for them."""
-        asking = [self._running[slot] for slot in started if self._running[slot].request.params.prompt_logprobs]
+        asking = [
+            self._schedule.running[slot] for slot in started if self._schedule.running[slot].request.params.prompt_logprobs
+        ]
         rows = self.shards * self._rows
         for first in range(0, len(asking), rows):
             prompts = [running.request.prompt for running in asking[first : first + rows]]
-            tokens = np.zeros((rows, self._bucket(max(map(len, prompts)))), np.int32)
+            width = least(prompt_lengths(self.max_prompt_length), max(map(len, prompts)))
+            tokens = np.zeros((rows, width), np.int32)
             lengths = np.zeros(rows, np.int32)
             for row, prompt in enumerate(prompts):
                 tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
@@ -432,7 +381,7 @@ class Engine:
 
     def _rules_in_use(self) -> Rules | None:
         """Return what running requests ask of the draw; it is sent to the device again only when that has changed."""
-        asked = {slot: run.request.params for slot, run in self._running.items() if has_rules(run.request.params)}
+        asked = {slot: run.request.params for slot, run in self._schedule.running.items() if has_rules(run.request.params)}
         if not asked:
             return None
         if self._rules is None or asked != self._rules[0]:
@@ -441,38 +390,77 @@ class Engine:
             self._rules = asked, jax.device_put(rules, self._row_sharding)
         return self._rules[1]
 
-    def _starts(self, slots: Collection[int]) -> Starts:
-        """Build the arrays that start rollouts in these slots, and stop those that nothing runs in."""
+    def _starts(self, started: Collection[int], halted: Collection[int]) -> Starts:
+        """Build the arrays that start rollouts in some slots and stop what is decoded in others."""
         starts = np.zeros(self.slots, bool)
-        token, position, limit = (np.zeros(self.slots, np.int32) for _ in range(3))
+        token, position, origin, limit = (np.zeros(self.slots, np.int32) for _ in range(4))
         key, temperature = np.zeros((self.slots, 2), np.uint32), np.zeros(self.slots, np.float32)
-        for slot in slots:
-            starts[slot] = True
-            if slot in self._running:
-                request = self._running[slot].request
-                token[slot], position[slot] = request.prompt[-1], len(request.prompt) - 1
-                limit[slot], key[slot], temperature[slot] = request.params.max_tokens, request.key, request.params.temperature
-        fields = {"starts": starts, "token": token, "position": position, "limit": limit}
+        starts[[*halted]] = True
+        for slot in started:
+            running = self._schedule.running[slot]
+            request = running.request
+            starts[slot], origin[slot] = True, running.origin
+            token[slot], position[slot] = request.prompt[-1], running.before
+            limit[slot], key[slot], temperature[slot] = request.params.max_tokens, request.key, request.params.temperature
+        fields = {"starts": starts, "token": token, "position": position, "origin": origin, "limit": limit}
         fields |= {"draw_key": key, "temperature": temperature}
         return Starts(**jax.device_put(fields, self._row_sharding))
 
     def _tables(self) -> Tables:
         """Return who reads which block, covering the arenas in use and as many blocks per slot as the longest rollout has."""
-        covered = [max(ledger.prompts.cover() for ledger in self._ledgers), max(ledger.own.cover() for ledger in self._ledgers)]
-        blocks = [self.shards * ends[count - 1] for ends, count in zip(self._arena_ends, covered, strict=True)]
-        widest = [max(counts) for counts in zip(*(ledger.widest() for ledger in self._ledgers), strict=True)]
-        columns = [bucket(count, _COLUMNS, most) for count, most in zip(widest, self._columns, strict=True)]
-        tables = empty_tables(self.slots, blocks[0], self._readers, blocks[1], (columns[0], columns[1]))
-        for shard, ledger in enumerate(self._ledgers):
+        ledgers = self._schedule.ledgers
+        covered, widest = (
+            (max(prompt for prompt, _ in counts), max(own for _, own in counts))
+            for counts in ([ledger.covered() for ledger in ledgers], [ledger.widest() for ledger in ledgers])
+        )
+        tables = self._empty_tables(covered, self._shapes.columns(covered, widest))
+        for shard, ledger in enumerate(ledgers):
             ledger.write(tables, shard)
         return jax.device_put(tables, self._row_sharding)
 
-    def _bucket(self, length: int) -> int:
-        """Return the padded prompt length: the smallest bucket that holds it, at most the longest allowed."""
-        return bucket(length, _PROMPT_LENGTHS, self.max_prompt_length)
+    def _empty_tables(self, covered: tuple[int, int], columns: tuple[int, int]) -> Tables:
+        blocks = [self.shards * count for count in covered]
+        return empty_tables(self.slots, blocks[0], self._schedule.ledgers[0].readers, blocks[1], columns)
 
 
-def bucket(size: int, smallest: Sequence[int], largest: int) -> int:
-    """Return the least of smallest x 2^n, for any n, that is at least `size`, at most `largest`: few shapes to compile."""
-    doublings = max(0, *(math.ceil(math.log2(max(size, 1) / least)) for least in smallest))
-    return min(*(least << n for least in smallest for n in range(doublings + 1) if least << n >= size), largest)
+def _refuse_unfit(arch: Arch, slots: int, shards: int, stop_ids: Sequence[int], record_routing: bool) -> None:
+    if record_routing and arch.experts is None:
+        raise ValueError("algorithm.routing_replay is for models with experts, and this model has none; set it to false")
+    if slots % shards:
+        raise ValueError(f"sampler.slots ({slots}) must be a multiple of mesh.replica x mesh.fsdp ({shards})")
+    if not stop_ids:
+        raise ValueError("no token ends a completion; set eos_token_id in the checkpoint's generation_config.json")
+
+
+def _ended(params: SamplingParams, drawn: np.ndarray, stop: str | None, ends: frozenset[int]) -> str | int | None:
+    """Return what ended a completion: a stop string or an end token, or nothing."""
+    if stop is not None or not len(drawn):
+        return stop
+    last = int(drawn[-1])
+    return last if last in end_tokens(params, ends) else None
+
+
+def _reported(
+    running: Running, count: int, report: Report | None
+) -> tuple[np.ndarray | None, TopTokens | None, np.ndarray | None]:
+    """Return what a request asked for beside the tokens: their own log-probabilities, the likeliest, and the prompt's."""
+    params, raw, top, prompt_logp = running.request.params, None, None, None
+    if params.logprobs is not None:
+        assert report is not None, "such a request is refused"
+        raw, ids, likely = (np.asarray(part)[:count] for part in (report.chosen, report.ids, report.logp))
+        raw, top = raw.copy(), TopTokens(ids[:, : params.logprobs].copy(), likely[:, : params.logprobs].copy())
+    if running.prompt_logp is not None:
+        logp_of_prompts, row = running.prompt_logp
+        prompt_logp = np.asarray(logp_of_prompts)[row, : len(running.request.prompt)].copy()
+    return raw, top, prompt_logp
+
+
+def _versions(running: Running, count: int) -> np.ndarray:
+    """Return the weight version of each of the tokens that a rollout has drawn."""
+    firsts = [first for first, _ in running.versions]
+    lengths = np.diff([*firsts, max(count, firsts[-1])])
+    return np.repeat([version for _, version in running.versions], lengths).astype(np.int32)
+
+
+def _nothing_drawn() -> Completion:
+    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort", None)

@@ -1,19 +1,24 @@
-"""Attention of one new token per slot to the blocks its slot reads, and the write of that token into its block.
+"""Attention of new tokens to the blocks of the cache that they read, and the write of those tokens into their blocks.
 
-Owns the part of a decode step that follows the tables. Refuses to own which block belongs to whom (blocks.py).
+Owns the part of a decode step, and of a continued prefill, that follows the tables. Refuses to own which block belongs to
+whom (blocks.py).
 
-The work is done block by block, each block against all queries that read it, and the parts are joined per slot:
+A decode step has one new token per slot. Its work is done block by block, each block against all queries that read it, and
+the parts are joined per slot:
 
     query of each slot --gathered per block--> [block x its readers] --softmax within the block--> parts --joined--> slot
 
 So no key or value is ever gathered or copied, a prompt's block is read once for all rollouts of its group, and the
 arithmetic grows with the blocks in use. A slot's parts are always joined in the order of its tokens: which blocks it was
 given changes no bit of the result.
+
+A continued prefill has many new tokens in few rows. It first stores them and then gathers all keys and values of its rows:
+a copy that is small against the products with the weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.mesh import DATA_AXES
 from rljax.models.arch import Arch
-from rljax.models.attention import AttentionOptions, Part, attend_part, join_parts, position_mask
+from rljax.models.attention import AttentionOptions, Part, attend, attend_part, join_parts, position_mask
 from rljax.models.block import Attention, KeyValue, layer_kinds
 from rljax.pytree import pytree
 from rljax.sampler.cache import BLOCK, Blocks, LayerCache
@@ -50,6 +55,24 @@ class Tables:
     """Per slot, its own blocks in the order of tokens."""
 
 
+@pytree
+class Pieces:
+    """Tokens that continue sequences of which earlier tokens are in the cache, as rows."""
+
+    tokens: Int[Array, "a s"]
+    """The tokens, padded at the end."""
+    lengths: Int[Array, " a"]
+    """How many of them are real."""
+    first: Int[Array, " a"]
+    """Position of the first one."""
+    origin: Int[Array, " a"]
+    """Position of the first token of the blocks they are stored in: 0 in a prompt's blocks."""
+    base: Int[Array, " a"]
+    """How many blocks the row reads before those."""
+    blocks: Int[Array, "a q"]
+    """The row's blocks in the order of tokens, -1 for none; those of the own pool are counted on after the prompt pool's."""
+
+
 class _Visible(NamedTuple):
     """Which positions of a block its readers see."""
 
@@ -69,7 +92,25 @@ class _Plan(NamedTuple):
     offset: Int[Array, " b"]
 
 
-def paged_attention(arch: Arch, mesh: Mesh, tables: Tables, position: Int[Array, " b"], origin: Int[Array, " b"]) -> Attention:
+class _PiecesPlan(NamedTuple):
+    """What the layers of one continued prefill share."""
+
+    visible: dict[str, Bool[Array, "a s t"]]
+    """By the window, as text."""
+    blocks: Int[Array, "a q"]
+    block: Int[Array, " n"]
+    """Where each token is stored; -1 for nowhere."""
+    offset: Int[Array, " n"]
+
+
+def paged_attention(
+    arch: Arch,
+    mesh: Mesh,
+    tables: Tables,
+    position: Int[Array, " b"],
+    origin: Int[Array, " b"],
+    active: Bool[Array, " b"],
+) -> Attention:
     """Return the attention of a decode step in which each slot feeds one token, at `position`.
 
     Args:
@@ -78,23 +119,43 @@ def paged_attention(arch: Arch, mesh: Mesh, tables: Tables, position: Int[Array,
         tables: Who reads what.
         position: Per slot, the position of the token that is fed.
         origin: Per slot, the position of the first token in its own blocks.
+        active: Which slots store their token; what others hold is left alone.
     """
-    windows = {kind.attention.window for kind in layer_kinds(arch)}
-    plan_of = partial(_plan, sorted(windows, key=str))
-    plan = jax.shard_map(plan_of, mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)(tables, position, origin)
+    plan = jax.shard_map(partial(_plan, _windows(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
+    return _over_mesh(mesh, _attend, plan(tables, position, origin, active))
+
+
+def pieces_attention(arch: Arch, mesh: Mesh, pieces: Pieces) -> Attention:
+    """Return the attention of a continued prefill: each token sees what its row's blocks hold up to its own position."""
+    plan = jax.shard_map(partial(_plan_pieces, _windows(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
+    return _over_mesh(mesh, _attend_gathered, plan(pieces))
+
+
+def _windows(arch: Arch) -> list[int | None]:
+    return sorted({kind.attention.window for kind in layer_kinds(arch)}, key=str)
+
+
+def _over_mesh(mesh: Mesh, attend_shard: Callable[..., tuple[Array, LayerCache]], plan: Any) -> Attention:
+    """Return the attention that runs `attend_shard` on every shard with its part of the plan."""
 
     def attention(
         query: Array, fresh: KeyValue, cache: LayerCache, options: AttentionOptions, sinks: Array | None
     ) -> tuple[Array, LayerCache]:
         queries = PartitionSpec(DATA_AXES, None, "tensor")
         specs = (queries, _HEADS, _HEADS, _ROWS, PartitionSpec("tensor"))
-        attend = jax.shard_map(partial(_attend, options), mesh=mesh, in_specs=specs, out_specs=(queries, _HEADS))
-        return attend(query, fresh, cache, plan, sinks)
+        run = jax.shard_map(partial(attend_shard, options), mesh=mesh, in_specs=specs, out_specs=(queries, _HEADS))
+        return run(query, fresh, cache, plan, sinks)
 
     return attention
 
 
-def _plan(windows: Sequence[int | None], tables: Tables, position: Int[Array, " b"], origin: Int[Array, " b"]) -> _Plan:
+def _plan(
+    windows: Sequence[int | None],
+    tables: Tables,
+    position: Int[Array, " b"],
+    origin: Int[Array, " b"],
+    active: Bool[Array, " b"],
+) -> _Plan:
     """Derive from the tables what every layer needs, on one data shard."""
     entries = jnp.arange(BLOCK)[None]
     own_slot, prompt_slot = jnp.maximum(tables.own_slot, 0), jnp.maximum(tables.prompt_slot, 0)
@@ -117,8 +178,26 @@ def _plan(windows: Sequence[int | None], tables: Tables, position: Int[Array, " 
         axis=1,
     )
     fed = position - origin
-    block = jnp.take_along_axis(tables.own_parts, jnp.minimum(fed // BLOCK, tables.own_parts.shape[1] - 1)[:, None], axis=1)
-    return _Plan(own_slot, prompt_slot, visible, parts, block[:, 0], fed % BLOCK)
+    block = jnp.take_along_axis(tables.own_parts, (fed // BLOCK)[:, None], axis=1, mode="fill", fill_value=-1)[:, 0]
+    return _Plan(own_slot, prompt_slot, visible, parts, jnp.where(active, block, -1), fed % BLOCK)
+
+
+def _plan_pieces(windows: Sequence[int | None], pieces: Pieces) -> _PiecesPlan:
+    """Derive from the pieces what every layer needs, on one data shard."""
+    columns, rows = jnp.arange(pieces.blocks.shape[1])[None], pieces.tokens.shape
+    origin, base = pieces.origin[:, None], pieces.base[:, None]
+    target = columns >= base
+    begin = jnp.where(target, origin + (columns - base) * BLOCK, columns * BLOCK)
+    at = begin[:, :, None] + jnp.arange(BLOCK)[None, None]
+    # The prompt's last block is not full: the position after its last token is the first one of the own blocks.
+    there = (pieces.blocks >= 0)[:, :, None] & (target[:, :, None] | (at < origin[:, :, None]))
+    at, there = at.reshape(rows[0], -1), there.reshape(rows[0], 1, -1)
+    positions = pieces.first[:, None] + jnp.arange(rows[1])[None]
+    visible = {str(window): position_mask(positions, at, window) & there for window in windows}
+    fed = positions - origin
+    block = jnp.take_along_axis(pieces.blocks, base + fed // BLOCK, axis=1, mode="fill", fill_value=-1)
+    real = jnp.arange(rows[1])[None] < pieces.lengths[:, None]
+    return _PiecesPlan(visible, pieces.blocks, jnp.where(real, block, -1).reshape(-1), (fed % BLOCK).reshape(-1))
 
 
 def _attend(
@@ -140,6 +219,39 @@ def _attend(
         readers = jnp.swapaxes(now[plan.prompt_slot[blocks]], 1, 2)  # [p, k, g, m, c]
         parts.append(_apart(attend_part(readers, arena.key, arena.value, visible.prompt[blocks], options)))
     return join_parts(parts, plan.parts, sinks).astype(query.dtype)[:, None], LayerCache(cache.prompt, own)
+
+
+def _attend_gathered(
+    options: AttentionOptions,
+    query: Float[Array, "a s k m c"],
+    fresh: KeyValue,
+    cache: LayerCache,
+    plan: _PiecesPlan,
+    sinks: Float[Array, "k m"] | None,
+) -> tuple[Float[Array, "a s k m c"], LayerCache]:
+    """Write the fresh keys and values into their blocks and attend to all of the row's blocks, on one data shard."""
+    first_own = sum(len(arena.key) for arena in cache.prompt)
+    key, value = (jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in fresh)
+    prompt = _store(cache.prompt, plan.block, key, value, plan.offset)
+    own = _store(cache.own, plan.block - first_own, key, value, plan.offset)
+    keys, values = _gathered((*prompt, *own), plan.blocks)
+    return attend(query, keys, values, plan.visible[str(options.window)], options, sinks), LayerCache(prompt, own)
+
+
+def _gathered(arenas: Sequence[Blocks], blocks: Int[Array, "a q"]) -> KeyValue:
+    """Return the keys and values of each row's blocks, in their order; zeros for those that are none."""
+    first, (a, q) = 0, blocks.shape
+    key = value = jnp.float32(0)
+    for arena in arenas:
+        at = _within(blocks, first, len(arena.key))
+        # Every block lies in one arena and is zero in the others, so the sum is exact.
+        found = [x.at[at].get(mode="fill", fill_value=0) for x in arena]
+        key, value = found if first == 0 else [key + found[0], value + found[1]]
+        first += len(arena.key)
+    k, c, t = key.shape[2:]
+    return KeyValue(
+        key.transpose(0, 2, 1, 4, 3).reshape(a, k, q * t, c), value.transpose(0, 2, 1, 3, 4).reshape(a, k, q * t, c)
+    )
 
 
 def _apart(part: Part) -> Part:

@@ -149,3 +149,6 @@ def test_a_conversation_is_trained_on_the_models_words_alone(server: Server, tmp
         assert all({0, 1, 2} == set(row["provenance"]) for row in rows)
         assert row["tokens/trained"] == sum(row["provenance"].count(1) for row in rows)
         assert row["gap/logp_max"] < 1e-4, "the learner sees every token in the context it was sampled in"
+        assert row["cache/reused_fraction"] > 0.5, "second turns computed only what was new"
+        assert 0 < row["cache/occupancy_max"] <= 1
+    assert step_metrics(run)[1]["compile/programs"] > 0

@@ -17,7 +17,18 @@ from rljax.models.decoder import abstract_params
 from rljax.pytree import Params
 from rljax.sampler.engine import Engine
 from tests.tiny_model import ARCH as PLAIN
-from tests.tiny_model import STOP_IDS, batch_of, config_of, first_state, gradient, published, rollouts_of, run, some_requests
+from tests.tiny_model import (
+    STOP_IDS,
+    batch_of,
+    config_of,
+    first_state,
+    gradient,
+    published,
+    request,
+    rollouts_of,
+    run,
+    some_requests,
+)
 
 GAP = 2e-5
 """Two float32 programs that sum in different orders; log-probabilities are of the order 6 (nats)."""
@@ -44,14 +55,19 @@ def mesh_of(name: str) -> Mesh:
 
 
 @cache
-def sampled(mesh: str) -> Any:
+def engine_on(mesh: str) -> Engine:
     engine = Engine(
         ARCH, mesh_of(mesh), STOP_IDS, slots=8, max_prompt_length=24, max_completion_length=16,
-        readers=4, decode_chunk_steps=5, dtype="float32",
+        readers=4, decode_chunk_steps=5, reuse_cache=True, dtype="float32",
     )  # fmt: skip
     engine.set_weights(published(engine, params()), 0)
+    return engine
+
+
+@cache
+def sampled(mesh: str) -> Any:
     requests = some_requests(4, 8)
-    return requests, run(engine, requests)
+    return requests, run(engine_on(mesh), requests)
 
 
 @cache
@@ -69,6 +85,27 @@ def test_the_samplers_log_probabilities_are_the_learners() -> None:
     batch, scores, _, _ = step_on("one")
     assert batch.mask.sum() > 60
     assert np.abs((scores - batch.logp_behavior)[batch.mask]).max() < GAP
+
+
+def test_a_turn_on_a_kept_cache_is_that_of_a_whole_prompt() -> None:
+    engine, turns = engine_on("one"), {}
+    first = [request(("turns", attempt), range(20, 27), 6, cache_key=attempt) for attempt in range(4)]
+    said = run(engine, first)
+    engine.take_metrics()
+    for kept in (True, False):
+        later = [
+            request(
+                asked.ticket, (*asked.prompt, *said[asked.ticket].tokens.tolist(), 50, 51, 52), 8, cache_key=asked.cache_key
+            )
+            for asked in first
+        ]
+        turns[kept] = run(engine, later)
+        assert (engine.take_metrics().get("cache/reused_fraction", 0.0) > 0.5) == kept
+        for asked in first:
+            engine.release(asked.cache_key)
+    for ticket, done in turns[True].items():
+        assert done.tokens.tolist() == turns[False][ticket].tokens.tolist()
+        np.testing.assert_allclose(done.logp, turns[False][ticket].logp, rtol=0, atol=GAP)
 
 
 def test_padding_rows_of_the_vocabulary_are_never_drawn() -> None:

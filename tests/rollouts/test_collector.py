@@ -44,6 +44,7 @@ class ScriptedEngine(Engine):
         self._say, self.slots, self._stop = say, slots, stop
         self.asked: list[Request] = []
         self.chunks: list[int] = []
+        self.released: list[Any] = []
         self._open: list[Request] = []
 
     @property
@@ -65,7 +66,11 @@ class ScriptedEngine(Engine):
         done, self._open = self._open, []
         return [(request.ticket, _completion(self._say(request), self._stop)) for request in done]
 
-    def abort(self) -> None:
+    def release(self, cache_key: Any) -> None:
+        """Note whose cache is no longer needed."""
+        self.released.append(cache_key)
+
+    def clear(self) -> None:
         """Forget everything."""
         self._open = []
 
@@ -86,7 +91,7 @@ def _completion(tokens: Sequence[int], stop: str | None) -> Completion:
     logp = -0.01 * (1 + np.arange(len(tokens), dtype=np.float32))
     ended = tokens[-1] == EOT or stop is not None
     found = EOT if tokens[-1] == EOT else stop
-    return Completion(np.array(tokens, np.int32), logp, VERSION, "stop" if ended else "length", found)
+    return Completion(np.array(tokens, np.int32), logp, np.full(len(tokens), VERSION), "stop" if ended else "length", found)
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +211,8 @@ def test_tokens_of_a_conversation_stay_what_they_were(tokenizer: Tokenizer, tmp_
         assert rollout.logp_behavior.tolist() == pytest.approx(logps)
         assert rollout.versions.tolist() == [VERSION if who == Provenance.MODEL else -1 for who in expected]
         assert (rollout.turns, rollout.text) == (2, "What\nWhat")
+    assert {request.cache_key for request in engine.asked} == {("train/0", 0), ("train/0", 1)}
+    assert sorted(engine.released) == [("train/0", 0), ("train/0", 1)], "each once, when its episode is over"
     second = engine.asked[-1]
     assert list(second.prompt) == [*prompt, *said, *between]
     keys = Counter(request.key for request in engine.asked)
@@ -421,6 +428,8 @@ def test_behaviour_is_what_the_model_says_of_every_sampled_token(
         expected = found[places - 1, rollout.tokens[places]]
         np.testing.assert_allclose(rollout.logp_behavior[places], expected, atol=FORWARD_GAP, rtol=0)
         assert rollout.turns == 2
+    assert engine.take_metrics()["cache/reused_fraction"] > 0.5
+    assert all(ledger.prompts.used == ledger.own.used == 0 for ledger in engine._schedule.ledgers), "every cache is given back"
 
 
 def whole_forward(checkpoint: Checkpoint, ids: np.ndarray, known: np.ndarray) -> jax.Array:

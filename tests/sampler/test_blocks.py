@@ -15,28 +15,32 @@ def a_ledger(prompts: int = 4, own: int = 6, readers: int = 2) -> Ledger:
 
 def test_a_pool_gives_its_lowest_blocks_and_all_or_none() -> None:
     pool = Pool((2, 3))
-    assert (pool.take(2), pool.cover()) == ([0, 1], 1)
-    assert (pool.take(2), pool.cover()) == ([2, 3], 2)
+    assert (pool.take(2), pool.take(2)) == ([0, 1], [2, 3])
+    assert [pool.covering(block) for block in range(5)] == [2, 2, 5, 5, 5]
     assert pool.take(2) is None
     pool.give([1])
     assert pool.take(2) == [1, 4]
     pool.give([2, 3, 4])
-    assert (pool.used, pool.cover()) == (2, 1)
+    assert (pool.used, pool.size) == (2, 5)
     with pytest.raises(KeyError):
         pool.give([4])
 
 
 def test_readers_share_a_prompt_until_its_places_are_taken() -> None:
     ledger = a_ledger()
-    assert ledger.seat(0, PROMPT, 1, compute=False) is None  # not stored
-    assert ledger.seat(0, PROMPT, 1, compute=True) == [0, 1]
-    assert ledger.has_place(PROMPT)
-    assert ledger.seat(1, PROMPT, 1, compute=False) == []
     assert not ledger.has_place(PROMPT)
-    assert ledger.seat(2, PROMPT, 1, compute=True) == [2, 3]  # a second copy
+    assert ledger.seat(0, PROMPT, 1)
+    assert (ledger.prompt_of(0).blocks, ledger.prompt_of(0).computed) == ([0, 1], 0)
+    assert ledger.has_place(PROMPT)
+    assert ledger.seat(1, PROMPT, 1)
+    assert ledger.prompt_of(1) is ledger.prompt_of(0)
+    assert not ledger.has_place(PROMPT)
+    assert ledger.seat(2, PROMPT, 1)
+    assert ledger.prompt_of(2).blocks == [2, 3]  # a second copy
     ledger.leave(0)
     assert ledger.prompts.used == 4
-    assert ledger.seat(3, PROMPT, 1, compute=False) == []  # in the place that became free
+    assert ledger.seat(3, PROMPT, 1)
+    assert ledger.prompt_of(3).blocks == [0, 1]  # in the place that became free
     for slot in (1, 2, 3):
         ledger.leave(slot)
     assert (ledger.prompts.used, ledger.own.used) == (0, 0)
@@ -45,21 +49,57 @@ def test_readers_share_a_prompt_until_its_places_are_taken() -> None:
 
 def test_without_room_nothing_is_taken() -> None:
     ledger = a_ledger(prompts=3, own=3)
-    ledger.seat(0, PROMPT, BLOCK + 1, compute=True)
-    assert ledger.seat(1, (9,) * BLOCK * 2, 1, compute=True) is None  # no prompt blocks
-    assert ledger.seat(1, (9,), 2 * BLOCK, compute=True) is None  # no own blocks
+    ledger.seat(0, PROMPT, BLOCK + 1)
+    assert not ledger.seat(1, (9,) * BLOCK * 2, 1)  # no prompt blocks
+    assert not ledger.seat(1, (9,), 2 * BLOCK)  # no own blocks
     assert (ledger.prompts.used, ledger.own.used) == (2, 2)
-    assert not ledger.extend(0, len(PROMPT), 4 * BLOCK)
+    assert not ledger.extend(0, 4 * BLOCK)
     assert ledger.own.used == 2
-    assert ledger.extend(0, len(PROMPT), 3 * BLOCK)
+    assert ledger.extend(0, 3 * BLOCK)
     assert ledger.own.used == 3
+
+
+def test_what_is_parked_keeps_its_blocks_and_its_place_and_is_read_by_nobody() -> None:
+    ledger = a_ledger(own=4)
+    ledger.seat(0, PROMPT, 3 * BLOCK)
+    ledger.seat(1, PROMPT, 1)
+    parked = ledger.park(0, BLOCK + 1)
+    assert (parked.blocks, parked.start, ledger.own.used) == ([0, 1], len(PROMPT), 3)  # the third block is free again
+    assert not ledger.has_place(PROMPT)
+    tables = empty_tables(4, 4, 2, 6, (2, 2))
+    ledger.write(tables, 0)
+    assert np.asarray(tables.prompt_slot).tolist() == [[-1, 1], [-1, 1], [-1, -1], [-1, -1]]
+    assert np.asarray(tables.own_slot).tolist() == [-1, -1, -1, 1, -1, -1]
+    assert (ledger.covered(), ledger.widest()) == ((4, 4), (2, 1))
+    assert not ledger.resume(2, parked, 4 * BLOCK)
+    assert ledger.own.used == 3
+    assert ledger.resume(2, parked, 2 * BLOCK + 1)
+    assert (ledger.blocks_of(2), ledger.prompt_of(2)) == ([0, 1, 2], ledger.prompt_of(1))
+    ledger.leave(1)
+    ledger.drop(ledger.park(2, 1))
+    assert (ledger.prompts.used, ledger.own.used) == (0, 0)
+    assert not ledger.has_place(PROMPT)
+
+
+def test_a_forgotten_prompt_is_read_on_and_joined_by_nobody() -> None:
+    ledger = a_ledger()
+    ledger.seat(0, PROMPT, 1)
+    ledger.forget()
+    assert not ledger.has_place(PROMPT)
+    assert ledger.prompts.used == 2
+    ledger.seat(1, PROMPT, 1)
+    assert ledger.prompt_of(1) is not ledger.prompt_of(0)
+    ledger.leave(0)
+    assert (ledger.prompts.used, ledger.has_place(PROMPT)) == (2, True)
+    ledger.leave(1)
+    assert (ledger.prompts.used, ledger.own.used) == (0, 0)
 
 
 def test_tables_name_each_block_and_its_readers_in_the_order_of_tokens() -> None:
     ledger = a_ledger()
-    ledger.seat(1, PROMPT, BLOCK + 1, compute=True)
-    ledger.seat(0, PROMPT, 1, compute=True)
-    ledger.seat(2, (), 1, compute=True)
+    ledger.seat(1, PROMPT, BLOCK + 1)
+    ledger.seat(0, PROMPT, 1)
+    ledger.seat(2, (), 1)
     assert ledger.widest() == (2, 2)
     tables = empty_tables(4, 4, 2, 6, (2, 2))
     ledger.write(tables, 0)
@@ -78,7 +118,7 @@ def test_tables_name_each_block_and_its_readers_in_the_order_of_tokens() -> None
 
 def test_every_data_shard_writes_its_own_part_of_the_tables() -> None:
     ledger = Ledger(shards=2, readers=1, prompts=Pool((2,)), own=Pool((3,)))
-    ledger.seat(0, PROMPT, 1, compute=True)
+    ledger.seat(0, PROMPT, 1)
     tables = empty_tables(4, 4, 1, 6, (2, 1))
     ledger.write(tables, 1)
     assert np.asarray(tables.own_slot).tolist() == [-1, -1, -1, 0, -1, -1]

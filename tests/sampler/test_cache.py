@@ -47,4 +47,4 @@ def test_slots_are_donated_to_the_programs_that_write_them() -> None:
     before = engine._state
     engine.step()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.cache))
-    engine.abort()
+    engine.clear()

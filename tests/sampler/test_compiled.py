@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 
+from rljax.sampler.paged import Pieces
 from tests.tiny_model import ARCH, some_requests, warm_engine
 
 EXCHANGES = {"all-gather", "all-gather-start", "all-to-all", "collective-permute"}
@@ -28,9 +29,11 @@ def programs(mesh: str) -> dict[str, str]:
             for name in ("_fill", "_decode"):
                 patch.setattr(engine, name, partial(note, lowered, name, getattr(engine, name)))
             engine.step()
-    engine.abort()
-    decode, fill = lowered["_decode"], lowered["_fill"]
-    return {"decode": decode.compile().as_text(), "fill": fill.compile().as_text()}
+    engine.clear()
+    with jax.set_mesh(engine.mesh):
+        pieces = engine._pieces(Pieces, [()] * engine.shards, 16, 2)
+        lowered["_extend"] = engine._extend.lower(engine._params, engine._state, pieces)
+    return {name.removeprefix("_"): program.compile().as_text() for name, program in lowered.items()}
 
 
 def note(lowered: dict[str, Any], name: str, program: Any, *arguments: Any) -> Any:
@@ -47,7 +50,7 @@ def outputs(text: str, operations: set[str]) -> Iterator[tuple[int, ...]]:
             yield tuple(int(size) for size in found[1].split(",") if size)
 
 
-@pytest.mark.parametrize("program", ["decode", "fill"])
+@pytest.mark.parametrize("program", ["decode", "fill", "extend"])
 @pytest.mark.parametrize(("mesh", "heads"), [("one", 2), ("tensor", 1)])
 def test_no_copy_of_a_layers_cache_is_made(mesh: str, heads: int, program: str) -> None:
     text = programs(mesh)[program]
@@ -60,7 +63,7 @@ def test_no_copy_of_a_layers_cache_is_made(mesh: str, heads: int, program: str) 
     assert [shape for shape in outputs(text, {"copy", "transpose", "convert"}) if tuple(sorted(shape)) in kinds] == []
 
 
-@pytest.mark.parametrize("program", ["decode", "fill"])
+@pytest.mark.parametrize("program", ["decode", "fill", "extend"])
 def test_data_shards_do_not_exchange_parameters(program: str) -> None:
     assert [shape for shape in outputs(programs("fsdp")[program], EXCHANGES) if math.prod(shape) >= SMALLEST_MATRIX] == []
 
@@ -69,6 +72,6 @@ def test_data_shards_do_not_exchange_slots() -> None:
     assert list(outputs(programs("fsdp")["decode"], EXCHANGES)) == []
 
 
-@pytest.mark.parametrize("program", ["decode", "fill"])
+@pytest.mark.parametrize("program", ["decode", "fill", "extend"])
 def test_tensor_shards_do_not_exchange_parameters(program: str) -> None:
     assert [shape for shape in outputs(programs("tensor")[program], EXCHANGES) if math.prod(shape) >= SMALLEST_MATRIX] == []

@@ -179,7 +179,7 @@ def test_a_slot_that_stopped_is_free_at_once_and_draws_no_more() -> None:
     assert made.free == len(done)
     made.step()
     assert int((np.asarray(made._state.progress.remaining) > 0).sum()) <= 8 - len(done)
-    made.abort()
+    made.clear()
     assert bits(run(made, some_requests(3))) == expected
 
 

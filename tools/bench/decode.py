@@ -96,7 +96,7 @@ def kernel_floor(engine: Engine, params: Params, requests: Sequence[Request], re
         engine.step()
         engine.poll()
     tables, state = engine._tables(), engine._state  # the shapes that a step really has
-    engine.abort()
+    engine.clear()
     layers = [params["layers"][layer] for layer in arch.layers]
     floor = {}
     for name, inputs in INPUTS.items():
@@ -108,7 +108,7 @@ def kernel_floor(engine: Engine, params: Params, requests: Sequence[Request], re
     scores_of = partial(jnp.einsum, "bd,vd->bv", preferred_element_type=jnp.float32)
     floor["head"] = timed_chain(scores_of, hidden, [head], repeats)
     now = state.progress
-    at = paged_attention(arch, engine.mesh, tables, now.position, now.origin)
+    at = paged_attention(arch, engine.mesh, tables, now.position, now.origin, now.remaining > 0)
     kinds = layer_kinds(arch)
     query = jnp.ones((rows, 1, arch.num_kv_heads, arch.queries_per_kv, arch.head_dim), dtype)
     fresh = KeyValue(*(jnp.ones((rows, arch.num_kv_heads, 1, arch.head_dim), dtype) for _ in range(2)))

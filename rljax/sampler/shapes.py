@@ -1,0 +1,139 @@
+"""The shapes that the sampler's programs are compiled for: a small declared set, whatever lengths arrive.
+
+Owns how sizes are rounded up and how the cache is split into pools and arenas. Refuses to own what is in them.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rljax.sampler.blocks import blocks_for
+from rljax.sampler.cache import BLOCK, arena_sizes
+
+_PROMPT_LENGTHS = (16, 24)  # tokens that a prefill has room for, these times a power of two
+_PIECE_LENGTH = 16  # tokens that a continued prefill has room for, times a power of four
+_SEEN_BLOCKS = 8  # blocks that a row of it reads, times a power of four
+_PROMPT_COLUMNS, _OWN_COLUMNS = 4, 2  # blocks per slot that tables have room for, times a power of four, and of two
+_FIRST_OWN_BLOCKS = 2  # per slot, in the first arena
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Sizes of the sampler's arrays on one data shard, each in ascending order.
+
+    Example:
+        Shapes(slots=64, prompts=(16, 24, 32), pieces=(16, 32), seen=(5,), prompt_arenas=(16, 112), own_arenas=(128, 256),
+               prompt_columns=(2,), own_columns=(2, 4, 6))
+    """
+
+    slots: int
+    """Rollouts that are decoded together."""
+    prompts: tuple[int, ...]
+    """Padded lengths of prompts that are computed whole (tokens)."""
+    pieces: tuple[int, ...]
+    """Padded lengths of what continues a cache (tokens)."""
+    seen: tuple[int, ...]
+    """Blocks that a row of such a piece has room to read."""
+    prompt_arenas: tuple[int, ...]
+    """Blocks of each arena of the pool of prompts."""
+    own_arenas: tuple[int, ...]
+    """Blocks of each arena of the pool of the slots' own tokens."""
+    prompt_columns: tuple[int, ...]
+    """Prompt blocks per slot that the tables have room for."""
+    own_columns: tuple[int, ...]
+    """Own blocks per slot that they have room for."""
+
+    def columns(self, covered: tuple[int, int], widest: tuple[int, int]) -> tuple[int, int]:
+        """Return the room of the tables when they cover so many blocks of each pool and a slot has at most so many."""
+        # Where later arenas are in use, a slot has more than a share of the arenas before; fewer columns are not compiled.
+        before = covered[1] - next(size for size, end in _ends(self.own_arenas) if end == covered[1])
+        return least(self.prompt_columns, widest[0]), least(self.own_columns, max(widest[1], before // self.slots + 1))
+
+    def decode(self) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        """Yield all (blocks that the tables cover, columns) that a decode step may have."""
+        for (_, prompts), (_, own) in itertools.product(_ends(self.prompt_arenas), _ends(self.own_arenas)):
+            widest = itertools.product(self.prompt_columns, self.own_columns)
+            for columns in dict.fromkeys(self.columns((prompts, own), counts) for counts in widest):
+                yield (prompts, own), columns
+
+
+def shapes_of(
+    slots: int,
+    rows: int,
+    max_prompt_length: int,
+    max_completion_length: int,
+    prefill_chunk: int,
+    cache_tokens: int | None,
+    continued: bool,
+) -> Shapes:
+    """Return the shapes of one data shard.
+
+    Args:
+        slots: Rollouts decoded together.
+        rows: Prompts computed together.
+        max_prompt_length: Longest prompt, and longest conversation that is continued (tokens).
+        max_completion_length: Longest completion (tokens).
+        prefill_chunk: Tokens of one sequence that are computed together.
+        cache_tokens: Tokens that the cache holds; None for every slot at its longest.
+        continued: Whether rollouts are continued on their caches.
+
+    Raises:
+        ValueError: the cache is smaller than the longest rollout.
+    """
+    prompt, completion = blocks_for(max_prompt_length - 1), blocks_for(max_completion_length)
+    # What a continued rollout was fed after its first prompt is its own: all but one token at most.
+    longest_own = blocks_for(max_completion_length + (max_prompt_length - 1 if continued else 0))
+    prompts, own = slots * prompt, slots * longest_own
+    if cache_tokens is not None:
+        share = cache_tokens // BLOCK
+        if share < prompt + completion:
+            raise ValueError(
+                f"a prompt of {max_prompt_length} and a completion of {max_completion_length} tokens exceed the cache of "
+                f"{cache_tokens} tokens per data shard; raise sampler.cache_tokens"
+            )
+        own = min(own, max(completion, min(share * own // (prompts + own), share - prompt)))
+        prompts = min(prompts, share - own)
+    # In the usual case every prompt is shared, and completions are short: the first arenas are made for that.
+    # A one-token prompt needs no block, and an array needs a row.
+    shared = max(1, min(prompts, rows * prompt))
+    piece = min(prefill_chunk, max_prompt_length)
+    pieces = ladder(_PIECE_LENGTH, 4, piece) if continued or max_prompt_length - 1 > piece else ()
+    return Shapes(
+        slots=slots,
+        prompts=prompt_lengths(piece),
+        pieces=pieces,
+        # The prompt's last block and the last own one are not full.
+        seen=ladder(_SEEN_BLOCKS, 4, prompt + 1),
+        prompt_arenas=(shared, prompts - shared) if prompts > shared else (shared,),
+        own_arenas=arena_sizes(own, slots * min(completion, _FIRST_OWN_BLOCKS)),
+        prompt_columns=ladder(_PROMPT_COLUMNS, 4, prompt),
+        own_columns=ladder(_OWN_COLUMNS, 2, longest_own),
+    )
+
+
+def prompt_lengths(longest: int) -> tuple[int, ...]:
+    """Return the padded lengths of prompts of at most so many tokens."""
+    return tuple(sorted({size for first in _PROMPT_LENGTHS for size in ladder(first, 2, longest)}))
+
+
+def ladder(first: int, growth: int, last: int) -> tuple[int, ...]:
+    """Return first, first x growth, first x growth^2, ... below `last`, then `last`.
+
+    Example:
+        ladder(16, 2, 100) == (16, 32, 64, 100)
+    """
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= growth
+    return (*sizes, last)
+
+
+def least(sizes: Sequence[int], size: int) -> int:
+    """Return the first of the sizes that is at least `size`."""
+    return next(found for found in sizes if found >= size)
+
+
+def _ends(arenas: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the size of each arena and where it ends."""
+    return list(zip(arenas, itertools.accumulate(arenas), strict=True))

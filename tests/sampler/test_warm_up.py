@@ -1,0 +1,95 @@
+"""The programs are a small declared set: after the warm-up nothing compiles, whatever lengths arrive."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rljax.sampler.shapes import ladder, least, shapes_of
+from tests.tiny_model import ARCH, engine_of, request
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    found: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        found.extend([event] * (event == COMPILED))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_after_the_warm_up_nothing_compiles() -> None:
+    options: dict[str, Any] = {"slots": 8, "max_prompt_length": 24, "max_completion_length": 32, "stop_ids": (2,)}
+    engine = engine_of(**options, prefill_chunk=16, reuse_cache=True)
+    with compilations() as found:
+        assert engine.warm_up() == 7
+        assert len(found) == 7
+    rng, asked = np.random.default_rng(0), 0
+    with compilations() as found:
+        while asked < 500 or engine.pending:
+            if asked < 500 and engine.free:
+                tokens = rng.integers(8, ARCH.vocab_size, rng.integers(1, 25)).tolist()
+                limit = int(rng.integers(1, 33) if asked % 8 == 0 else rng.integers(1, 6))
+                engine.submit([request((f"t{asked // 2}", asked % 2), tokens, limit, cache_key=asked)])
+                asked += 1
+                if rng.random() < 0.5:
+                    continue
+            engine.step()
+            for ticket, done in engine.poll():
+                task, attempt = ticket
+                key = 2 * int(task[1:]) + attempt
+                if asked < 500 and len(done.tokens) < 20:
+                    # A later turn, of one of the lengths that come, on the cache of the one before.
+                    held = engine._schedule._held.get(key)
+                    more = rng.integers(8, ARCH.vocab_size, rng.integers(0, 12)).tolist()
+                    if held is not None and len(held.tokens) + 1 + len(more) <= 24:
+                        tokens = (*held.tokens, int(done.tokens[-1]), *more)
+                        engine.submit([request(ticket, tokens, 3, cache_key=key)])
+                        asked += 1
+                        continue
+                engine.release(key)
+    assert engine.take_metrics()["cache/reused_fraction"] > 0.3
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("slots", "prompt", "completion", "continued", "programs"),
+    [
+        (64, 128, 128, True, (7, 3, 10)),
+        (64, 128, 128, False, (7, 0, 6)),
+        (64, 2048, 2048, True, (9, 9, 114)),
+        (1, 1, 1, True, (1, 1, 1)),
+    ],
+)
+def test_the_set_is_small(slots: int, prompt: int, completion: int, continued: bool, programs: tuple[int, int, int]) -> None:
+    shapes = shapes_of(slots, max(1, slots // 8), prompt, completion, 256, None, continued)
+    assert (len(shapes.prompts), len(shapes.pieces) * len(shapes.seen), len(list(shapes.decode()))) == programs
+
+
+def test_every_size_has_a_shape() -> None:
+    shapes = shapes_of(8, 2, 100, 70, 256, None, continued=True)
+    assert ladder(16, 2, 100) == (16, 32, 64, 100)
+    assert [least(shapes.prompts, size) for size in (1, 16, 17, 25, 99)] == [16, 16, 24, 32, 100]
+    reached = {(covered, shapes.columns(covered, widest)) for covered, _ in shapes.decode() for widest in ((0, 1), (4, 6))}
+    assert reached <= set(shapes.decode())
+    assert sum(shapes.own_arenas) == 8 * 6  # of a rollout of 170 tokens with a first prompt of one
+
+
+def test_a_small_cache_is_split_between_the_pools_and_never_exceeded() -> None:
+    for blocks in range(7, 60):
+        shapes = shapes_of(4, 2, 100, 80, 256, blocks * 32, continued=True)
+        prompts, own = sum(shapes.prompt_arenas), sum(shapes.own_arenas)
+        assert prompts >= 4
+        assert own >= 3
+        assert prompts + own <= blocks
+        assert prompts + own == min(blocks, 4 * (4 + 6))
