@@ -8,11 +8,10 @@ which training, evaluation and sampling get a model. Refuses to own formats (`mo
 """
 
 import dataclasses
-import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -173,7 +172,6 @@ def convert(
     check_target(source, target, overwrite, (ARCH_FILE, "config.json"))
     model = open_source(kind, source)
     dtype = dtype or (stored_dtype(source) if kind == "orbax" else "float32")
-    notices = (*model.notices, *_check_tokenizer(model.files, model.arch, source))
     report = ConvertReport(
         source=source,
         target=target,
@@ -182,7 +180,7 @@ def convert(
         arch=model.arch,
         dtype=dtype,
         plan=tuple(_plan(model, to, dtype)),
-        notices=notices,
+        notices=model.notices,
         num_params=count(model.arch),
         num_bytes=count(model.arch) * np.dtype(dtype).itemsize,
         seconds=0.0,
@@ -295,28 +293,3 @@ def _plan(model: Outside, to: Kind, dtype: str) -> Iterator[PlanRow]:
 def _without_numbers(name: str) -> str:
     """Replace the numbers of layers and experts by stars, so that the rows of all of them look alike."""
     return re.sub(r"(?<=[.\[,])\d+(?=[.\],])", "*", name)
-
-
-def _check_tokenizer(files: Mapping[str, bytes], arch: Arch, source: Path) -> list[str]:
-    """Refuse a model without a tokenizer, or with one that has more ids than the model has rows; note unused rows."""
-    if "tokenizer.json" not in files:
-        raise ValueError(
-            f"{source / 'tokenizer.json'} does not exist; a model needs its tokenizer in this format, so save it as a fast "
-            "tokenizer next to the weights first"
-        )
-    try:
-        tokenizer = json.loads(files["tokenizer.json"])
-        vocab = tokenizer["model"]["vocab"]
-        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-        largest = max([*ids, *(token["id"] for token in tokenizer.get("added_tokens") or [])])
-    except (ValueError, KeyError, TypeError) as err:
-        raise ValueError(
-            f"{source / 'tokenizer.json'}: not a tokenizer ({type(err).__name__}: {err}); download it again"
-        ) from err
-    if largest >= arch.vocab_size:
-        raise ValueError(
-            f"{source / 'tokenizer.json'}: has the id {largest}, but the model has {arch.vocab_size} rows (vocab_size); "
-            "the two do not belong together"
-        )
-    unused = arch.vocab_size - 1 - largest
-    return [f"the last {unused} rows of the embedding belong to no token"] if unused else []

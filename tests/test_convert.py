@@ -376,13 +376,6 @@ def test_further_chat_templates_travel(source: Path, tmp_path: Path) -> None:
     assert names(tmp_path / "back") == names(tmp_path / "model")
 
 
-def test_unused_rows_of_the_embedding_are_told(source: Path, tmp_path: Path) -> None:
-    shutil.copytree(source, tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_bytes(tokenizer_files(90)["tokenizer.json"])
-    report = convert(tmp_path / "model", tmp_path / "out", dry_run=True)
-    assert report.notices == ("the last 7 rows of the embedding belong to no token",)
-
-
 def test_another_architecture_is_refused(source: Path, tmp_path: Path) -> None:
     shutil.copytree(source, tmp_path / "model")
     config = json.loads((source / "config.json").read_text())

@@ -158,7 +158,8 @@ def _load(kind: Kind, path: Path, opened: Outside, dtype: str) -> Params:
 
 
 def _run(arch: Arch, params: Params, ids: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Return the float32 logits [n, v] of the real tokens."""
+    """Return the float32 logits [n, v] of the real tokens, those of padding rows of the vocabulary too."""
+    arch = dataclasses.replace(arch, valid_vocab=None)
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         found: Any = _logits(arch, params, *(jnp.asarray(part) for part in (ids, positions, real.astype(np.int32))))

@@ -4,6 +4,7 @@ Owns which format a path has, and reading a checkpoint of rljax tensor by tensor
 (`models/hf.py`, `models/gguf.py`) and to load parameters onto devices.
 """
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,7 @@ import numpy as np
 
 from rljax.checkpoint import load_files
 from rljax.config import DType
+from rljax.conversion.vocabulary import valid_rows
 from rljax.leaves import check_leaves, named_leaves
 from rljax.manifest import MANIFEST, DamagedError, StorageError, check_files, read_manifest
 from rljax.models.arch import Arch
@@ -61,11 +63,16 @@ def source_kind(source: Path) -> Kind:
 def open_source(kind: Kind, source: Path) -> Outside:
     """Open a model of any format and check that it is complete, without reading its weights.
 
+    Which rows of the embedding are tokens is told by the tokenizer, whatever the format.
+
     Raises:
         ValueError: It is not a complete supported model; names the file, the key or the tensor.
         StorageError: A file of a checkpoint of rljax is missing or damaged.
     """
-    return {"hf": open_hf, "gguf": open_gguf, "orbax": _open_checkpoint}[kind](source)
+    opened = {"hf": open_hf, "gguf": open_gguf, "orbax": _open_checkpoint}[kind](source)
+    valid, notices = valid_rows(opened.files, opened.arch.vocab_size, source)
+    arch = dataclasses.replace(opened.arch, valid_vocab=valid)
+    return dataclasses.replace(opened, arch=arch, notices=(*opened.notices, *notices))
 
 
 def stored_dtype(source: Path) -> DType:

@@ -36,7 +36,7 @@ _DEFAULT_THETA = 10_000.0
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
 _FACTOR_RTOL = 1e-5  # the factors are stored as float32
 
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # values of tokenizer.ggml.token_type
 
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}"
@@ -128,6 +128,9 @@ def tokenizer_files(meta: Mapping[str, Any], where: str) -> dict[str, bytes]:
         raise ValueError(
             f"{where}: tokenizer.ggml.tokens repeats a token or does not match token_type; download the file again"
         )
+    # The last ones may only be names for padding rows of the embedding.
+    used = 1 + max((index for index, kind in enumerate(types) if kind != _UNUSED), default=-1)
+    tokens, types = tokens[:used], types[:used]
     named = {}
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown")):
         index = meta.get(f"tokenizer.ggml.{key}_token_id")
@@ -153,7 +156,7 @@ def tokenizer_files(meta: Mapping[str, Any], where: str) -> dict[str, bytes]:
         "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
     }
     return {
-        "tokenizer.json": json.dumps(_tokenizer_json(meta, types, pre, named["bos_token"] if add_bos else None)).encode(),
+        "tokenizer.json": json.dumps(_tokenizer_json(meta, tokens, types, pre, named["bos_token"] if add_bos else None)).encode(),
         "tokenizer_config.json": _settings_json(settings),
         "generation_config.json": _settings_json(generation),
     }
@@ -173,9 +176,11 @@ def _end_ids(meta: Mapping[str, Any], tokens: list[str], types: list[int]) -> li
     return sorted(ids | {meta[key] for key in keys if key in meta})
 
 
-def _tokenizer_json(meta: Mapping[str, Any], types: list[int], pre: str, bos: str | None) -> dict[str, Any]:
+def _tokenizer_json(
+    meta: Mapping[str, Any], tokens: list[str], types: list[int], pre: str, bos: str | None
+) -> dict[str, Any]:
     """Return the content of tokenizer.json: a byte-level BPE, with the BOS token put in front if there is one."""
-    tokens, (normalizer, split) = meta["tokenizer.ggml.tokens"], PRE_TOKENIZERS[pre]
+    normalizer, split = PRE_TOKENIZERS[pre]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
         {"id": index, "content": token, **flags, "special": kind == _CONTROL}
