@@ -22,6 +22,7 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.manifest import StorageError, read_manifest
 from rljax.models import layout
 from rljax.models.decoder import abstract_params
+from rljax.models.hf import open_hf
 from rljax.models.shards import read_header
 from tests.models.gguf_files import metadata, write_gguf
 from tests.models.oracle import load_hf, make_llama, save_llama, tokenizer_files
@@ -304,9 +305,9 @@ def test_other_weights_compute_other_logits(source: Path, checkpoint: Path, tmp_
     weights = {name: value.copy() for name, value in load_file(source / "model.safetensors").items()}
     weights["model.layers.1.mlp.up_proj.weight"] *= np.float32(1.01)
     save_file(weights, tmp_path / "other" / "model.safetensors")
-    assert compare_logits("hf", source, "orbax", checkpoint, "float32").max_abs_difference == 0
+    assert compare_logits(open_hf(source), None, "orbax", checkpoint, "float32").max_abs_difference == 0
     with pytest.raises(StorageError, match="computes other logits"):
-        compare_logits("hf", tmp_path / "other", "orbax", checkpoint, "float32")
+        compare_logits(open_hf(tmp_path / "other"), None, "orbax", checkpoint, "float32")
 
 
 @pytest.mark.parametrize(("verify", "bits", "logits"), [("none", False, False), ("bits", True, False), ("logits", True, True)])

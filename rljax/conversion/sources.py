@@ -12,10 +12,10 @@ from typing import Literal
 import numpy as np
 
 from rljax.checkpoint import load_files
-from rljax.config import DType
 from rljax.conversion.vocabulary import valid_rows
 from rljax.leaves import check_leaves, named_leaves
 from rljax.manifest import MANIFEST, DamagedError, StorageError, check_files, read_manifest
+from rljax.models import peft
 from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params
 from rljax.models.gguf import open_gguf
@@ -23,18 +23,24 @@ from rljax.models.hf import open_hf
 from rljax.models.layout import Origin, Outside, Slice, Slot, move, part_of, slices
 from rljax.zarr import StoredArrays
 
-Kind = Literal["hf", "gguf", "orbax"]
-"""A model's format: a Hugging Face folder, a GGUF file, or a checkpoint of rljax."""
+Kind = Literal["hf", "gguf", "orbax", "adapter", "peft"]
+"""A format: of models, a Hugging Face folder, a GGUF file, a checkpoint of rljax; of adapters, rljax's own and PEFT's."""
 
 ARCH_FILE = "arch.json"
 """The file that holds a checkpoint's architecture."""
+
+ADAPTER_FILE = "lora.json"
+"""The file that makes a folder an adapter of rljax."""
+
+MARKS: dict[str, Kind] = {ADAPTER_FILE: "adapter", peft.CONFIG: "peft", ARCH_FILE: "orbax", "config.json": "hf"}
+"""The file by which each format of folders is recognised; the first that is there, as an adapter may carry PEFT's file."""
 
 PARAMS = "params"
 """The folder of its arrays."""
 
 
 def source_kind(source: Path) -> Kind:
-    """Recognise the format of a model.
+    """Recognise the format of a model or an adapter.
 
     Raises:
         ValueError: It does not exist or is none that can be read.
@@ -45,10 +51,9 @@ def source_kind(source: Path) -> Kind:
         if source.suffix.lower() != ".gguf":
             raise ValueError(f"{source} is a file but no .gguf file; give the folder of a Hugging Face model instead")
         return "gguf"
-    if (source / ARCH_FILE).exists():
-        return "orbax"
-    if (source / "config.json").exists():
-        return "hf"
+    for name, kind in MARKS.items():
+        if (source / name).exists():
+            return kind
     if any((source / name).is_dir() for name in ("arrays", PARAMS)):
         if not (source / MANIFEST).exists():
             raise ValueError(
@@ -73,11 +78,6 @@ def open_source(kind: Kind, source: Path) -> Outside:
     valid, notices = valid_rows(opened.files, opened.arch.vocab_size, source)
     arch = dataclasses.replace(opened.arch, valid_vocab=valid)
     return dataclasses.replace(opened, arch=arch, notices=(*opened.notices, *notices))
-
-
-def stored_dtype(source: Path) -> DType:
-    """Return the type of a checkpoint's parameters: bfloat16 if all are, else float32, which holds them all."""
-    return "bfloat16" if set(_leaf_types(source).values()) == {"bfloat16"} else "float32"
 
 
 def check_content(source: Path) -> None:
@@ -144,13 +144,6 @@ def _open_checkpoint(source: Path) -> Outside:
         return values.reshape(last - first, *slot.shape[1:])
 
     return Outside(arch, origins, rows, files, ())
-
-
-def _leaf_types(source: Path) -> dict[str, str]:
-    try:
-        return {name: leaf["dtype"] for name, leaf in read_manifest(source)["leaves"].items()}
-    except DamagedError as err:
-        raise _damaged(source, err) from err
 
 
 def _damaged(source: Path, error: DamagedError) -> StorageError:

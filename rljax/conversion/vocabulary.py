@@ -43,7 +43,9 @@ def valid_rows(files: Mapping[str, bytes], rows: int, source: Path) -> tuple[int
     except (ValueError, KeyError, TypeError) as err:
         raise ValueError(f"{where}: not a tokenizer ({type(err).__name__}: {err}); download it again") from err
     used = set(_used(files)) if beyond else set()
-    if any(index not in added or not added[index].get("special") or {index, added[index]["content"]} & used for index in beyond):
+    if any(
+        index not in added or not added[index].get("special") or {index, added[index]["content"]} & used for index in beyond
+    ):
         raise ValueError(
             f"{where}: has the id {beyond[-1]}, but the model has {rows} rows (vocab_size); the two do not belong together, so "
             "take the tokenizer that the model was published with"

@@ -156,7 +156,9 @@ def tokenizer_files(meta: Mapping[str, Any], where: str) -> dict[str, bytes]:
         "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
     }
     return {
-        "tokenizer.json": json.dumps(_tokenizer_json(meta, tokens, types, pre, named["bos_token"] if add_bos else None)).encode(),
+        "tokenizer.json": json.dumps(
+            _tokenizer_json(meta, tokens, types, pre, named["bos_token"] if add_bos else None)
+        ).encode(),
         "tokenizer_config.json": _settings_json(settings),
         "generation_config.json": _settings_json(generation),
     }
@@ -176,9 +178,7 @@ def _end_ids(meta: Mapping[str, Any], tokens: list[str], types: list[int]) -> li
     return sorted(ids | {meta[key] for key in keys if key in meta})
 
 
-def _tokenizer_json(
-    meta: Mapping[str, Any], tokens: list[str], types: list[int], pre: str, bos: str | None
-) -> dict[str, Any]:
+def _tokenizer_json(meta: Mapping[str, Any], tokens: list[str], types: list[int], pre: str, bos: str | None) -> dict[str, Any]:
     """Return the content of tokenizer.json: a byte-level BPE, with the BOS token put in front if there is one."""
     normalizer, split = PRE_TOKENIZERS[pre]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
