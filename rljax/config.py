@@ -69,6 +69,29 @@ class ModelConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    """Low-rank adapters: small factors are trained, and the model of `model.checkpoint` stays as it is."""
+
+    rank: int = _option(0, "Inner dim of the factors; 0 trains the model's own parameters.", ge=0)
+    alpha: float = _option(32.0, "Numerator of the scale of their product.", gt=0)
+    rslora: bool = _option(False, "Divide alpha by the square root of the rank instead of the rank (rsLoRA).")
+    dropout: float = _option(0.0, "Probability that the factors do not see a value of their input in training.", ge=0, lt=1)
+    target_modules: tuple[str, ...] = _option(
+        ("all-linear",),
+        "Projections with factors, of q_proj k_proj v_proj o_proj gate_proj up_proj down_proj; `all-linear` alone for all.",
+        min_length=1,
+    )
+    adapter: PathOption | None = _option(None, "Begin with this adapter of the same model: the adapter/ of another run.")
+
+    def _broken_rules(self) -> Iterator[str]:
+        if "all-linear" in self.target_modules and len(self.target_modules) > 1:
+            yield "lora.target_modules has 'all-linear' and other names; leave 'all-linear' alone, or leave it out"
+        if self.rank == 0:
+            for name, field in type(self).model_fields.items():
+                if getattr(self, name) != field.default:
+                    yield f"lora.{name} has no effect with lora.rank = 0; set a rank above 0, or remove it"
+
+
 class MeshConfig(Section):
     """The device mesh shared by learner and sampler. The product of the axes must equal the number of devices."""
 
@@ -121,6 +144,10 @@ class SamplerConfig(Section):
     temperature: float = _option(1.0, "Divides the logits before the draw; 0 takes the most likely token.", ge=0)
     decode_chunk: int = _option(8, "Decode steps between two looks by the host (steps).", ge=1)
     dtype: DType = _option("float32", "Type of the sampler's parameters, products and cache.")
+    lora: Literal["merged", "separate"] = _option(
+        "merged",
+        "An adapter is published inside a merged copy of the weights, or on its own beside a copy that is made once.",
+    )
 
     def _broken_rules(self) -> Iterator[str]:
         longest = self.max_prompt_length + self.max_completion_length
@@ -346,6 +373,7 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     mesh: MeshConfig = MeshConfig()
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
@@ -362,6 +390,13 @@ class Config(Section):
         yield from self._unfit_data()
         if self.sampler.temperature == 0:
             yield "sampler.temperature = 0 makes all rollouts of a group equal; set it above 0 (eval.temperature may be 0)"
+        if self.lora.rank == 0 and self.sampler.lora != "merged":
+            yield f"sampler.lora = '{self.sampler.lora}' has no effect with lora.rank = 0; remove one"
+        if self.lora.rank and self.algorithm.reference_mixup_alpha < 1:
+            yield (
+                f"algorithm.reference_mixup_alpha ({self.algorithm.reference_mixup_alpha}) would average the factors of an "
+                "adapter (lora.rank above 0), which is no average of policies; set it to 1"
+            )
 
     def _uneven_portions(self) -> Iterator[str]:
         train, algorithm, sampler = self.train, self.algorithm, self.sampler
@@ -455,6 +490,7 @@ class Config(Section):
 _FREE_BETWEEN_RESTARTS: Any = {
     "run": {"dir"},
     "model": {"checkpoint", "remat"},
+    "lora": {"adapter"},  # the contents of model and adapter are guarded by the run's identity
     "mesh": True,
     "data": {"path"},  # the content is guarded by the dataset fingerprint
     "env": {"workers", "reset_timeout", "step_timeout", "max_retries", "max_failure_fraction"},

@@ -6,7 +6,7 @@ Owns the order of a run's stages. Refuses to own the stages themselves.
        ^                                                                            |
        +------------------------ version + n, position + tasks ---------------------+
 
-State between two batches is (parameters, optimizer, a reference and its weight where they move, step, position in the
+State between two batches is (parameters or an adapter of them, optimizer, a reference and its weight where they move, step, position in the
 prompt stream); with the seed it decides everything that follows, so a checkpoint of exactly that continues bit for bit.
 """
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from rljax.checkpoint import CheckpointStore, load_files, save_params
 from rljax.config import Config
+from rljax.conversion.adapter import AdapterCard, base_identity, check_adapter, load_adapter, write_adapter
 from rljax.convert import read_arch, read_checkpoint
 from rljax.data.prompts import PromptStream, TaskSource, check_fingerprint
 from rljax.data.tokenizer import Tokenizer
@@ -118,10 +119,18 @@ def check(config: Config, report: Callable[[str], None] = lambda text: None) -> 
     tasks = fitting_tasks(config, "train", tokenizer, report)
     if config.eval.every:
         fitting_tasks(config, "eval", tokenizer, report)
-    Learner(arch, mesh, config)
+    learner = Learner(arch, mesh, config)
+    _check_first_adapter(config, learner)
     build_engine(config, arch, mesh, tokenizer.stop_ids)
     shape = batch_shape(config, data_shards(mesh))
     report(f"algorithm: {config.algorithm.describe()}")
+    if learner.lora is not None:
+        trained, frozen = (
+            sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (learner.abstract_state.params, learner.abstract_model)
+        )
+        report(
+            f"adapter: {trained:,} parameters beside {frozen:,}, scale {learner.lora.scale:g}, {' '.join(learner.lora.targets)}"
+        )
     report(f"mesh: {dict(mesh.shape)} on {mesh.devices.flat[0].device_kind}")
     report(f"batch: up to {shape.micro_batches} micro-batches of {shape.rows} rows of {shape.length} tokens")
     report(f"epochs: {config.train.steps / config.updates_per_batch * config.train.rollout_batch_size / len(tasks):.2f}")
@@ -146,10 +155,11 @@ class _Run:
         self.stream = PromptStream(self.tasks, config.run.seed, config.data.shuffle)
         self.eval_tasks: TaskSource = fitting_tasks(config, "eval", self.stack.tokenizer, report) if config.eval.every else ()
         self.learner = Learner(arch, self.stack.mesh, config)
+        _check_first_adapter(config, self.learner)
         self.shape = batch_shape(config, data_shards(self.stack.mesh))
         self.state, self.meta = self._first_state(report)
-        fixed = config.algorithm.beta > 0 and not config.algorithm.reference_sync_steps
-        self.reference = self._load() if fixed else None  # one that moves is part of the state
+        self.base = None if self.learner.lora is None else self._load()
+        self.reference = self._fixed_reference()
         self.dir.record_launch(config, [str(device) for device in self.stack.mesh.devices.flat], began)
         self.rollout_log = RolloutLog(self.dir.rollouts) if config.telemetry.rollouts else None
         self.sinks = opened.enter_context(self._open_sinks())
@@ -174,7 +184,13 @@ class _Run:
         """Save, and write the trained model as a checkpoint that `eval`, `sample` and `convert` take."""
         self.save()
         # Also when nothing was trained: a run killed between its last checkpoint and here has an older model or none.
-        save_params(self.dir.model, self.state.params, load_files(self.config.model.checkpoint), overwrite=True)
+        params, files = self.state.params, load_files(self.config.model.checkpoint)
+        if self.base is not None:
+            assert self.learner.lora is not None, "a base is there for its adapter"
+            card = AdapterCard(self.learner.lora, base_identity(self.config.model.checkpoint))
+            write_adapter(self.dir.adapter, params, card, overwrite=True)
+            params = self.learner.merged(params, self.base)
+        save_params(self.dir.model, params, files, overwrite=True)
 
     def _refuse_another_run(self) -> None:
         """Refuse a used directory if the configuration says so, and one whose run was configured otherwise."""
@@ -189,9 +205,22 @@ class _Run:
             raise ValueError(_changed(self.dir.path, "; ".join(changes)))
 
     def _load(self) -> Params:
-        """Load the initial parameters onto the learner's layout."""
-        layout = jax.tree.map(lambda leaf: leaf.sharding, self.learner.abstract_state.params)
+        """Load the model of the configuration onto the learner's layout."""
+        layout = jax.tree.map(lambda leaf: leaf.sharding, self.learner.abstract_model)
         return read_checkpoint(self.config.model.checkpoint, lambda arch, shapes: layout, self.config.model.param_dtype).params
+
+    def _first_params(self) -> Params:
+        """Return what is trained as it is before the first step: the model, or a new or a given adapter of it."""
+        if self.learner.lora is None:
+            return self._load()
+        given = self.config.lora.adapter
+        return self.learner.first_adapter() if given is None else load_adapter(given, self.learner.abstract_state.params)
+
+    def _fixed_reference(self) -> Params | None:
+        """Return the initial policy where it is the reference; None where there is none, it moves, or it is the base alone."""
+        algorithm, lora = self.config.algorithm, self.config.lora
+        fixed = algorithm.beta > 0 and not algorithm.reference_sync_steps
+        return self._first_params() if fixed and (not lora.rank or lora.adapter is not None) else None
 
     def _first_state(self, report: Callable[[str], None]) -> tuple[TrainState, RunMeta]:
         """Return the newest checkpoint's state, or the initial one."""
@@ -200,10 +229,10 @@ class _Run:
         if restored is None:
             report(f"start: {self.config.model.checkpoint}")
             meta = RunMeta(0, 0, self.config.run.seed, 0, config_hash, fingerprint)
-            return self.learner.init(self._load()), meta
+            return self.learner.init(self._first_params()), meta
         meta = restored.meta
         if meta.config_hash != config_hash:
-            raise ValueError(_changed(self.dir.path, "the model in model.checkpoint, or rljax itself"))
+            raise ValueError(_changed(self.dir.path, "the model in model.checkpoint or lora.adapter, or rljax itself"))
         check_fingerprint(meta.dataset_fingerprint, fingerprint)
         steps = self.config.train.steps
         if meta.step > steps:
@@ -232,7 +261,7 @@ class _Run:
 
     def _publish(self) -> None:
         with self.clock.bucket("publish"):
-            params = self.stack.publish(self.state.params)
+            params = self.stack.publish(self.state.params, self.base)
             self.stack.engine.set_weights(jax.block_until_ready(params), self.meta.version)
 
     def _one_batch(self) -> None:
@@ -242,14 +271,14 @@ class _Run:
         with self.clock.bucket("scoring"):
             prepared = prepare(collected.kept, self.config, self.shape)
             batches = [self.learner.put(batch) for batch in prepared.batches]
-            reference = self.state.reference or self.reference
-            references = [None if reference is None else self.learner.score(reference, batch) for batch in batches]
+            reference, compared = self.state.reference or self.reference, self.config.algorithm.beta > 0
+            references = [self.learner.score(reference, batch, self.base) if compared else None for batch in batches]
             # With one update per batch the proximal policy is the current one, and needs no scoring.
             scored = self.config.updates_per_batch > 1 or needs_revision(self.config)
-            proximal = [self.learner.score(self.state.params, batch) if scored else None for batch in batches]
+            proximal = [self.learner.score(self.state.params, batch, self.base) if scored else None for batch in batches]
             if needs_revision(self.config):
                 ours, theirs = jax.device_get((proximal, references))
-                known = None if reference is None else theirs
+                known = theirs if compared else None
                 prepared = revise(prepared, collected.kept, self.config, ours, known, self._beta())
                 batches = [self.learner.put(batch) for batch in prepared.batches]
         extra: dict[str, Any] = rollout_metrics(collected.sampled, self.config)
@@ -289,7 +318,7 @@ class _Run:
         """Make one optimizer step and return its metrics."""
         with self.clock.bucket("update"):
             beta = self._beta()
-            self.state, output = self.learner.step(self.state, batch, proximal, reference)
+            self.state, output = self.learner.step(self.state, batch, proximal, reference, self.base)
             fault_point("loop.updating")
             sums, grad_norm, learning_rate = jax.device_get((output.metrics, output.grad_norm, output.learning_rate))
             logp = np.asarray(jax.device_get(output.logp if proximal is None else proximal))
@@ -335,6 +364,12 @@ class _Run:
         self.sinks.write(step, {"eval/accuracy": result.accuracy, "eval/reward_mean": result.reward_mean})
 
 
+def _check_first_adapter(config: Config, learner: Learner) -> None:
+    """Refuse an adapter to begin with that does not fit the configuration and its model."""
+    if learner.lora is not None and config.lora.adapter is not None:
+        check_adapter(config.lora.adapter, learner.lora, config.model.checkpoint)
+
+
 def _changed(directory: Path, what: str) -> str:
     return (
         f"{directory} was trained under another configuration, and continuing would mix the two: {what}. "
@@ -345,11 +380,14 @@ def _changed(directory: Path, what: str) -> str:
 def _identity(config: Config) -> str:
     """Hash what must stay the same between restarts: the options that decide, the architecture and the tokenizer.
 
-    With a reference policy, which is loaded from the initial checkpoint at every start, also that checkpoint's content.
+    With a reference policy or an adapter, for which the initial checkpoint is loaded at every start, also the content of
+    that; the same for an adapter to begin with.
     """
     files = sorted(load_files(config.model.checkpoint).items())
-    if config.algorithm.beta > 0:
+    if config.algorithm.beta > 0 or config.lora.rank:
         files.append((MANIFEST, (config.model.checkpoint / MANIFEST).read_bytes()))
+    if config.lora.adapter is not None:
+        files.append((f"adapter/{MANIFEST}", (config.lora.adapter / MANIFEST).read_bytes()))
     digests = [(name, hashlib.sha256(content).hexdigest()) for name, content in files]
     return hashlib.sha256(json.dumps([config.hash(), digests]).encode()).hexdigest()
 

@@ -39,6 +39,7 @@ class RunDir:
         self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
         self.model = path / "model"
+        self.adapter = path / "adapter"
 
     def began(self) -> datetime:
         """Return when the run was first launched; now, if it never was.

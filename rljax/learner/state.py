@@ -1,6 +1,6 @@
-"""What the learner trains: parameters and optimizer state, and how they lie on the mesh.
+"""What the learner trains: parameters or an adapter of them, and optimizer state, and how they lie on the mesh.
 
-Owns the state that a checkpoint saves. Refuses to own the update (step.py) and files.
+Owns the state that a checkpoint saves; the base of an adapter is none of it, for it never changes. Refuses to own the update (step.py) and files.
 """
 
 from functools import partial
@@ -16,6 +16,7 @@ from rljax.learner.optimizer import Optimizer, OptimizerState
 from rljax.mesh import LEARNER_RULES, param_shardings, sharding
 from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params, logical_axes
+from rljax.models.lora import LoraSpec, abstract_adapter, adapter_axes, spec_of
 from rljax.pytree import Params, pytree, with_fields
 
 
@@ -24,11 +25,11 @@ class TrainState:
     """Everything an optimizer step changes."""
 
     params: Params
-    """Master parameters."""
+    """What is trained: the model's master parameters, or the factors of an adapter in float32."""
     optimizer: OptimizerState
     """Moments and counters."""
     reference: Params | None
-    """Reference policy, float32, where it moves (`reference_sync_steps`); None where it stays the initial one."""
+    """Reference policy, or its adapter, float32, where it moves (`reference_sync_steps`); None where it stays the initial one."""
     beta: Float[Array, ""] | None
     """Weight of the divergence from it, float32, where it adapts (`kl_target`); None where it is that of the recipe."""
 
@@ -60,9 +61,16 @@ def learner_params(arch: Arch, mesh: Mesh, dtype: Any) -> Params:
     return with_shardings(shapes, param_shardings(mesh, shapes, axes, LEARNER_RULES))
 
 
+def adapter_params(arch: Arch, mesh: Mesh, spec: LoraSpec) -> Params:
+    """Return shapes, types and learner shardings of the factors of an adapter."""
+    shapes = abstract_adapter(arch, spec)
+    return with_shardings(shapes, param_shardings(mesh, shapes, adapter_axes(spec), LEARNER_RULES))
+
+
 def abstract_state(arch: Arch, mesh: Mesh, config: Config, optimizer: Optimizer) -> TrainState:
     """Return shapes, types and shardings of the whole state: moments and reference lie like their parameters."""
-    params = learner_params(arch, mesh, config.model.param_dtype)
+    spec = spec_of(arch, config.lora)
+    params = learner_params(arch, mesh, config.model.param_dtype) if spec is None else adapter_params(arch, mesh, spec)
     moments = jax.eval_shape(optimizer.init, params)
     placed = {shape_path(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 

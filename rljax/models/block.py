@@ -21,9 +21,11 @@ from rljax.matmul import matmul, product_outputs_first
 from rljax.models.arch import Arch, Rope
 from rljax.models.attention import AttentionOptions
 from rljax.models.gates import gated
+from rljax.models.lora import low_rank
 from rljax.models.moe import Moe, Routing
 from rljax.models.parameters import constant, weight
 from rljax.models.remat import keep
+from rljax.pytree import Params
 
 INPUTS = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
 """How many dims of each of these weights are contracted."""
@@ -72,6 +74,8 @@ class Tables(NamedTuple):
 
     ropes: Mapping[Rope, Float[Array, "b s r"]]
     attention: Attention
+    dropout: float
+    """Probability that a low-rank factor does not see a value; 0 outside of training."""
 
 
 class Block(nnx.Module):
@@ -132,23 +136,30 @@ class Block(nnx.Module):
         tables: Tables,
         cache: Any,
         choices: Int[Array, "b s e"] | None,
+        factors: Params,
         dtype: jnp.dtype,
     ) -> tuple[Float[Array, "b s d"], Any, Routing | None]:
-        """Return the block's output, what its attention has seen, and its routing."""
-        attended, seen = self._attention(self._before(hidden, "attn_norm", dtype), kind, tables, cache)
+        """Return the block's output, what its attention has seen, and its routing.
+
+        `factors` are those of an adapter, by projection; there may be none.
+        """
+
+        def project(name: str, x: Array) -> Array:
+            return low_rank(name, self._project(name, x), x, factors, tables.dropout)
+
+        attended, seen = self._attention(self._before(hidden, "attn_norm", dtype), kind, tables, cache, project)
         hidden = hidden + self._after(attended, "attn_post_norm")
         x = self._before(hidden, "mlp_norm", dtype)
         if kind.experts:
             mixed, routing = self.moe(x, choices)
         else:
-            gate_up = keep(self._project("gate_up", x))
-            mixed, routing = self._project("down", gated(gate_up, self.arch)), None
+            mixed, routing = project("down", gated(keep(project("gate_up", x)), self.arch)), None
         return hidden + self._after(mixed, "mlp_post_norm"), seen, routing
 
     def _attention(
-        self, x: Float[Array, "b s d"], kind: LayerKind, tables: Tables, cache: Any
+        self, x: Float[Array, "b s d"], kind: LayerKind, tables: Tables, cache: Any, project: Callable[[str, Array], Array]
     ) -> tuple[Float[Array, "b s d"], Any]:
-        qkv = keep(self._project("qkv", x))
+        qkv = keep(project("qkv", x))
         if self.arch.qkv_bias:
             qkv = qkv + self.qkv_bias[...].astype(qkv.dtype)[None, None]
         query, key = qkv[..., :-2, :], qkv[..., -2, :]
@@ -160,7 +171,7 @@ class Block(nnx.Module):
         fresh = KeyValue(jnp.swapaxes(key, 1, 2), jnp.swapaxes(qkv[..., -1, :], 1, 2))
         sinks = self.sinks[...] if self.arch.sinks else None
         attended, seen = tables.attention(query, fresh, cache, kind.attention, sinks)
-        out = keep(self._project("out", keep(attended)))
+        out = keep(project("out", keep(attended)))
         return (out + self.out_bias[...].astype(out.dtype)[None, None] if self.arch.out_bias else out), seen
 
     def _project(self, name: str, x: Array) -> Array:

@@ -20,6 +20,7 @@ from rljax.mesh import DATA_AXES, constrain
 from rljax.models.arch import Arch, Rope
 from rljax.models.attention import AttentionOptions, attend, segment_mask, soft_cap
 from rljax.models.block import INPUTS, Attention, Block, KeyValue, LayerKind, Tables, layer_kinds, rms_norm, rope_table
+from rljax.models.lora import detach
 from rljax.models.moe import Routing
 from rljax.models.parameters import constant, weight
 from rljax.models.remat import REMAT, Remat
@@ -50,6 +51,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, arch: Arch, rngs: nnx.Rngs, stacked: bool = True):
         self.arch = arch
+        self.factors: Params = nnx.data({})
+        """Low-rank factors of an adapter, from `merge`: stacked by projection, or by layer and projection."""
         self.embed = weight(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"))
         if stacked:
             self.layers: Block | nnx.List[Block] = Block(arch, rngs, arch.layers, stacked=True, outputs_first=False)
@@ -73,9 +76,10 @@ class Decoder(nnx.Module):
         parents: Int[Array, "b s"] | None = None,
         dtype: jnp.dtype,
         remat: Remat = "none",
+        dropout: float = 0.0,
     ) -> tuple[Float[Array, "b s d"], KeyValue | tuple[Any, ...]]:
         """Return the normalised final hidden states, and per layer the keys and values; see `forward`."""
-        out = self.forward(tokens, positions, segments, parents=parents, dtype=dtype, remat=remat)
+        out = self.forward(tokens, positions, segments, parents=parents, dtype=dtype, remat=remat, dropout=dropout)
         return out.hidden, out.seen
 
     def continued(
@@ -91,7 +95,7 @@ class Decoder(nnx.Module):
 
         For the separate layout. The cache has one entry per block, which `attention` reads and writes.
         """
-        tables = Tables(self._ropes(positions), attention)
+        tables = Tables(self._ropes(positions), attention, 0.0)
         hidden, seen, _ = self._one_by_one(self._embedded(tokens, dtype), tables, cache, None, dtype, False)
         return self._normalised(hidden, dtype), seen
 
@@ -104,6 +108,7 @@ class Decoder(nnx.Module):
         parents: Int[Array, "b s"] | None = None,
         dtype: jnp.dtype,
         remat: Remat = "none",
+        dropout: float = 0.0,
         choices: Int[Array, "l b s e"] | None = None,
         record_routing: bool = False,
     ) -> Forward:
@@ -114,7 +119,7 @@ class Decoder(nnx.Module):
         are finite and mean nothing. A layer's window
         hides the positions before it. Products are made in `dtype` with float32 sums, everything between them in
         float32. `remat` is what the backward pass recomputes: nothing, all but the large products (`dots`), or every
-        block (`full`).
+        block (`full`). `dropout` is that of an adapter with random keys, see `lora.attach`.
 
         `record_routing` asks for what the routers decided; `choices`, recorded in another pass over the same tokens (one
         entry per layer with experts), sends the tokens to the same experts again.
@@ -128,9 +133,9 @@ class Decoder(nnx.Module):
         ) -> tuple[Array, KeyValue]:
             return attend(query, *fresh, masks[options.window], options, sinks), fresh
 
-        tables, hidden = Tables(self._ropes(positions), attention), self._embedded(tokens, dtype)
+        tables, hidden = Tables(self._ropes(positions), attention, dropout), self._embedded(tokens, dtype)
         if isinstance(self.layers, Block):
-            weights = nnx.to_pure_dict(nnx.split(self.layers)[1])
+            weights = {**nnx.to_pure_dict(nnx.split(self.layers)[1]), **self.factors}
             hidden, seen, routing = _scan_runs(arch, weights, hidden, tables, choices, dtype, remat, record_routing)
         else:
             nothing = [None] * arch.num_layers
@@ -163,9 +168,10 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], tuple[Any, ...], Routing | None]:
         assert not isinstance(self.layers, Block), "a cache is for the separate layout"
         seen, routings, index = [], [], 0
-        for layer, kind, held in zip(self.layers, layer_kinds(self.arch), caches, strict=True):
+        for number, (layer, kind, held) in enumerate(zip(self.layers, layer_kinds(self.arch), caches, strict=True)):
             replayed = choices[index] if kind.experts and choices is not None else None
-            hidden, layer_seen, routing = layer(hidden, kind, tables, held, replayed, dtype)
+            factors = self.factors.get(number, {})
+            hidden, layer_seen, routing = layer(hidden, kind, tables, held, replayed, factors, dtype)
             seen.append(layer_seen)
             if routing is not None:
                 index += 1
@@ -236,8 +242,9 @@ def _scan_run(
 
     def block(kind: LayerKind) -> Callable[..., Any]:
         def call(hidden: Array, layer: Params, replayed: Array | None) -> tuple[Array, KeyValue, Routing | None]:
-            hidden, seen, routing = nnx.merge(_block_graph(arch, kind.experts), layer)(
-                hidden, kind, tables, None, replayed, dtype
+            own, factors = detach(layer)
+            hidden, seen, routing = nnx.merge(_block_graph(arch, kind.experts), own)(
+                hidden, kind, tables, None, replayed, factors, dtype
             )
             return constrain(hidden, DATA_AXES, "context"), seen, routing if record else None
 
@@ -346,8 +353,19 @@ def _block_graph(arch: Arch, experts: bool) -> Any:
 
 
 def merge(arch: Arch, params: Params) -> Decoder:
-    """Return the decoder made of `params`, a nested dict of arrays; stacked or, as `unstack` returns them, separate."""
-    return nnx.merge(_blueprint(arch, "qkv" in params["layers"])[0], params)
+    """Return the decoder made of `params`, a nested dict of arrays; stacked or, as `unstack` returns them, separate.
+
+    They may have the factors of an adapter among them, see `lora.attach`.
+    """
+    stacked = "qkv" in params["layers"]
+    if stacked:
+        layers, factors = detach(params["layers"])
+    else:
+        split = {number: detach(layer) for number, layer in params["layers"].items()}
+        layers, factors = ({number: parts[side] for number, parts in split.items()} for side in (0, 1))
+    decoder = nnx.merge(_blueprint(arch, stacked)[0], {**params, "layers": layers})
+    decoder.factors = nnx.data(factors)
+    return decoder
 
 
 def unstack(arch: Arch, params: Params) -> Params:

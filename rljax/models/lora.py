@@ -15,17 +15,18 @@ PEFT's lora_A.weight [r, in] and lora_B.weight [out, r] are these with input and
 """
 
 import dataclasses
-import json
 import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from rljax.config import LoraConfig
 from rljax.matmul import matmul
 from rljax.models.arch import Arch
 from rljax.models.remat import keep
@@ -47,6 +48,11 @@ TARGETS = tuple(target for parts in PARTS.values() for target in parts)
 
 _ATTENTION = (*PARTS["qkv"], *PARTS["out"])
 _INIT, _DROPOUT = 0x10A0, 0x10A1  # purposes of random draws
+
+DROPOUT = "dropout"
+"""Name of the random keys among the factors of a layer."""
+
+_ATTACHED = {*TARGETS, DROPOUT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,28 +104,31 @@ class LoraSpec:
             raise ValueError(f"this describes no adapter ({err})") from err
 
 
-def resolve_targets(arch: Arch, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the targets that a list of names means for a model, in canonical order.
+def spec_of(arch: Arch, config: LoraConfig) -> LoraSpec | None:
+    """Return the adapter that a configuration asks for; None when it asks for none.
 
     Raises:
-        ValueError: a name means no projection of this model, or the experts, which can have no adapter.
+        ValueError: a name in `lora.target_modules` is no projection of this model, or means experts.
     """
-    everything = names == (ALL_LINEAR,)
-    if unknown := sorted(set(names) - set(TARGETS)) if not everything else []:
+    if not config.rank:
+        return None
+    names = config.target_modules
+    if unknown := sorted(set(names) - {*TARGETS, ALL_LINEAR}):
         raise ValueError(
-            f"{', '.join(unknown)}: no projection of this model that can have an adapter; choose of {', '.join(TARGETS)}, or "
+            f"lora.target_modules: {', '.join(unknown)} matches no projection; choose of {', '.join(TARGETS)}, or "
             f"'{ALL_LINEAR}' alone for all of them"
         )
-    chosen = tuple(target for target in TARGETS if everything or target in names)
+    chosen = tuple(target for target in TARGETS if target in names or names == (ALL_LINEAR,))
     _check_targets(arch, chosen)
-    return chosen
+    return LoraSpec(config.rank, config.alpha, config.rslora, chosen)
 
 
 def _check_targets(arch: Arch, targets: tuple[str, ...]) -> None:
     refused = [target for target in targets if target not in _ATTENTION]
     if arch.experts is not None and refused:
         raise ValueError(
-            f"{', '.join(refused)}: experts can have no adapter, and this model has experts; choose of {', '.join(_ATTENTION)}"
+            f"{', '.join(refused)}: this model has experts, and those can have no adapter; let the targets "
+            f"(lora.target_modules) be of {', '.join(_ATTENTION)}"
         )
 
 
@@ -176,7 +185,7 @@ def abstract_adapter(arch: Arch, spec: LoraSpec) -> Params:
 
 
 def init_adapter(arch: Arch, spec: LoraSpec, seed: int) -> Params:
-    """Return the first factors: `a` uniform within 1 / sqrt(inputs), as PEFT draws it, and `b` zero, so that nothing changes."""
+    """Return the first factors: `a` uniform within 1 / sqrt(inputs), as PEFT draws it, and `b` zero: nothing changes yet."""
     root = jax.random.fold_in(jax.random.key(seed), _INIT)
 
     def draw(target: str, shapes: Mapping[str, Any]) -> dict[str, Array]:
@@ -230,38 +239,38 @@ def _fused(name: str, products: Mapping[str, Array], like: Array) -> Array:
     return jnp.concatenate(pieces, axis=-2)
 
 
-def attach(params: Params, adapter: Params, spec: LoraSpec) -> Params:
-    """Return the parameters with the factors among the layers' own, as the decoder takes them; `b` is multiplied by the scale.
+def attach(params: Params, adapter: Params, spec: LoraSpec, key: Array | None = None) -> Params:
+    """Return stacked parameters with the factors among the layers' own, as the decoder takes them; `b` times the scale.
 
-    For stacked parameters; `decoder.unstack` takes them apart with the rest.
+    With a random key also one key per layer, for dropout. `decoder.unstack` takes factors apart with the rest.
     """
     assert not set(params["layers"]) & set(TARGETS), "an adapter is attached to these parameters already"
+    found = {**params["layers"], **scaled(adapter, spec)["layers"]}
+    if key is not None:
+        layers = adapter["layers"][spec.targets[0]]["a"].shape[0]
+        found[DROPOUT] = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(layers))
+    return {**params, "layers": found}
+
+
+def scaled(adapter: Params, spec: LoraSpec) -> Params:
+    """Return the factors with each `b` multiplied by the scale, so that their product is what is added."""
     assert set(adapter["layers"]) == set(spec.targets), "the factors are not those of the spec"
-    scaled = {target: {"a": part["a"], "b": part["b"] * spec.scale} for target, part in adapter["layers"].items()}
-    return {**params, "layers": {**params["layers"], **scaled}}
+    return {"layers": {target: {"a": part["a"], "b": part["b"] * spec.scale} for target, part in adapter["layers"].items()}}
 
 
-def detach(layer: Mapping[str, Any]) -> tuple[Params, Params]:
-    """Split a layer's parameters, or a stack's, into its own and the factors that `attach` put there."""
-    own = {name: part for name, part in layer.items() if name not in TARGETS}
-    return own, {name: part for name, part in layer.items() if name in TARGETS}
+def detach(layer: Mapping[Any, Any]) -> tuple[Params, Params]:
+    """Split what `attach` joined, in a layer or a stack of them: its own parameters, and the factors."""
+    own = {name: part for name, part in layer.items() if name not in _ATTACHED}
+    return own, {name: part for name, part in layer.items() if name in _ATTACHED}
 
 
-class Dropout(NamedTuple):
-    """Dropout of what goes into the factors, for one layer or, as `dropouts` makes it, stacked over the layers."""
-
-    rate: float
-    """Probability that a value is dropped."""
-    key: Array
-    """Random key of the layer; each projection draws on its own."""
-
-    def __call__(self, x: Float[Array, "*b"], target: str) -> Float[Array, "*b"]:
-        """Return x with a share of its values zero, the others divided by the share that stays."""
-        kept = jax.random.bernoulli(jax.random.fold_in(self.key, TARGETS.index(target)), 1 - self.rate, x.shape)
-        return jnp.where(kept, x / (1 - self.rate), jnp.zeros_like(x))
+def dropout_key(seed: int, step: Int[Array, ""], micro: Int[Array, ""]) -> Array:
+    """Return the random key of dropout in one micro-batch of one optimizer step."""
+    purpose = jax.random.fold_in(jax.random.key(seed), _DROPOUT)
+    return jax.random.fold_in(jax.random.fold_in(purpose, step), micro)
 
 
-def low_rank(name: str, product: Array, x: Array, factors: Mapping[str, Any], dropout: Dropout | None) -> Array:
+def low_rank(name: str, product: Array, x: Array, factors: Mapping[str, Any], dropout: float) -> Array:
     """Add to the product of x with a fused weight what the factors of its parts give.
 
     Args:
@@ -269,7 +278,7 @@ def low_rank(name: str, product: Array, x: Array, factors: Mapping[str, Any], dr
         product: x times the weight.
         x: What the weight was multiplied with, its contracted dims last.
         factors: One layer's factors, as `detach` returns them.
-        dropout: What to drop of x before the factors see it; only in training.
+        dropout: Probability that a projection's factors do not see a value of x; needs a key among the factors.
     """
     found = [part for part in PARTS[name] if part in factors]
     if not found:
@@ -277,8 +286,13 @@ def low_rank(name: str, product: Array, x: Array, factors: Mapping[str, Any], dr
 
     def times(part: str) -> Array:
         a, b = factors[part]["a"], factors[part]["b"]
-        dropped = x if dropout is None else dropout(x, part)
-        inner = keep(matmul(dropped.reshape(*x.shape[: x.ndim - a.ndim + 1], -1), a.reshape(-1, a.shape[-1])))
+        seen = x if dropout == 0 else _dropped(x, jax.random.fold_in(factors[DROPOUT], TARGETS.index(part)), dropout)
+        inner = keep(matmul(seen.reshape(*x.shape[: x.ndim - a.ndim + 1], -1), a.reshape(-1, a.shape[-1])))
         return matmul(inner, b)
 
     return product + _fused(name, {part: times(part) for part in found}, product)
+
+
+def _dropped(x: Float[Array, "*b"], key: Array, rate: float) -> Float[Array, "*b"]:
+    """Return x with a share of its values zero, the others divided by the share that stays."""
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), jnp.zeros_like(x))

@@ -17,9 +17,9 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.envs.pool import LocalPool
 from rljax.mesh import build_mesh
 from rljax.models.arch import Arch
-from rljax.pytree import Params
+from rljax.models.lora import spec_of
 from rljax.rollouts.collector import Collector
-from rljax.rollouts.weights import publisher
+from rljax.rollouts.weights import Publish, publisher
 from rljax.sampler.engine import Engine
 from rljax.telemetry.profile import Clock
 
@@ -40,7 +40,7 @@ class Stack:
     """Between messages and tokens."""
     engine: Engine
     """Samples completions."""
-    publish: Callable[[Params], Params]
+    publish: Publish
     """From the learner's parameters to the sampler's."""
     collector: Collector
     """Runs episodes."""
@@ -110,4 +110,7 @@ def open_stack(
     ) as pool:
         engine = build_engine(config, arch, mesh, tokenizer.stop_ids)
         collector = Collector(config, engine, pool, tokenizer, clock, stop)
-        yield Stack(mesh, tokenizer, engine, publisher(arch, mesh, config.sampler.dtype), collector)
+        publish = publisher(
+            arch, mesh, config.sampler.dtype, spec_of(arch, config.lora), separate=config.sampler.lora == "separate"
+        )
+        yield Stack(mesh, tokenizer, engine, publish, collector)
