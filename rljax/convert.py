@@ -25,7 +25,7 @@ from rich.text import Text
 
 from rljax.checkpoint import load_params
 from rljax.config import DType
-from rljax.conversion.adapters import ADAPTERS, Adapter, merged, open_adapter, write_adapter
+from rljax.conversion.merge import ADAPTERS, Adapter, identity_of, merged, open_adapter, write_adapter
 from rljax.conversion.proof import LogitComparison, compare_adapters, compare_bits, compare_logits, logits_fit
 from rljax.conversion.sources import MARKS, Kind, check_content, open_source, parameter_part, read_arch, source_kind
 from rljax.conversion.stage import check_target, staged
@@ -212,6 +212,8 @@ def _open(kind: Kind, source: Path, to: Kind, base: Path | None) -> Outside | Ad
         adapter = open_adapter(kind, source, base)
         if to == "peft":
             refuse_fused(adapter.arch, str(adapter.base))
+        if to == "adapter":
+            identity_of(adapter.base)
         return adapter if to in ADAPTERS else merged(adapter)
     if base is not None:
         raise ValueError(f"{source} is a whole model, and --base is for adapters; leave it out")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.checkpoint import load_params
-from rljax.conversion.adapters import Adapter
+from rljax.conversion.merge import Adapter
 from rljax.conversion.sources import Kind, open_source
 from rljax.conversion.write import layer_bytes
 from rljax.data.tokenizer import Tokenizer

@@ -9,6 +9,7 @@ transposed.
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 from rljax.models import shards
 from rljax.models.arch import Arch
 from rljax.models.hf import FLOATING, read_json
-from rljax.models.layout import FUSED, cast
+from rljax.models.layout import FUSED
 from rljax.models.lora import TARGETS, LoraSpec, abstract_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -115,9 +116,9 @@ def read_peft(folder: Path, arch: Arch, base: str) -> tuple[LoraSpec, Factors, P
     targets = tuple(target for target in TARGETS if any(target == place[0] for place in places))
     if not targets or config.modules not in (None, frozenset(targets)):
         named = "a pattern" if config.modules is None else ", ".join(sorted(config.modules))
+        held = ", ".join(targets) or "nothing"
         raise ValueError(
-            f"{folder}: target_modules of {CONFIG} is {named}, but {WEIGHTS} has factors for {', '.join(targets) or 'nothing'}; "
-            "download the adapter again"
+            f"{folder}: target_modules of {CONFIG} is {named}, but {WEIGHTS} has factors for {held}; download the adapter again"
         )
     spec = LoraSpec(config.rank, config.alpha, config.rslora, targets)
     expected = {
@@ -149,23 +150,19 @@ def read_peft(folder: Path, arch: Arch, base: str) -> tuple[LoraSpec, Factors, P
     return spec, {target: {"a": stacked(target, "A"), "b": stacked(target, "B")} for target in targets}, config
 
 
-def write_peft(folder: Path, spec: LoraSpec, factors: Factors, dtype: str, config: bytes) -> None:
-    """Write an adapter as PEFT does, into a folder that exists and is empty."""
-    tensors = {
-        tensor_name(layer, target, side): cast(tensor(factors[target][side.lower()][layer], side), np.dtype(dtype))
-        for target in spec.targets
-        for side in "AB"
-        for layer in range(len(factors[target]["a"]))
-    }
-    names = sorted(tensors)
-    places = shards.create(folder / WEIGHTS, [(name, tensors[name].shape) for name in names], dtype)
-    for name in names:
-        shards.write_rows(places[name], 0, np.ascontiguousarray(tensors[name]))
-    (folder / CONFIG).write_bytes(config)
+def write_peft(folder: Path, spec: LoraSpec, tensors: Mapping[str, np.ndarray], dtype: str, base: str) -> None:
+    """Write an adapter as PEFT does, into a folder that exists and is empty.
 
-
-def config_of(spec: LoraSpec, base: str | None) -> bytes:
-    """Return the adapter_config.json that means `spec`."""
+    Args:
+        folder: The folder.
+        spec: What the adapter is.
+        tensors: Its tensors by PEFT's names, of type `dtype`.
+        dtype: That type, as numpy calls it.
+        base: Name or path of its base.
+    """
+    places = shards.create(folder / WEIGHTS, [(name, tensors[name].shape) for name in sorted(tensors)], dtype)
+    for name, values in tensors.items():
+        shards.write_rows(places[name], 0, values)
     content = {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -181,7 +178,7 @@ def config_of(spec: LoraSpec, base: str | None) -> bytes:
         "use_dora": False,
         "use_rslora": spec.rslora,
     }
-    return (json.dumps(content, indent=2) + "\n").encode()
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def refuse_fused(arch: Arch, base: str) -> None:

@@ -1,4 +1,4 @@
-"""Bad input ends `rljax convert` with the right exit code, the name of what is wrong and a remedy, and leaves nothing behind."""
+"""Bad input ends `rljax convert` with the right exit code and a message that helps, and leaves nothing behind."""
 
 import json
 import shutil
