@@ -6,8 +6,9 @@ Owns the order of a run's stages. Refuses to own the stages themselves.
        ^                                                                            |
        +------------------------ version + n, position + tasks ---------------------+
 
-State between two batches is (parameters or an adapter of them, optimizer, a reference and its weight where they move, step, position in the
-prompt stream); with the seed it decides everything that follows, so a checkpoint of exactly that continues bit for bit.
+State between two batches is (parameters or an adapter of them, optimizer, a reference and its weight where they move, step,
+position in the prompt stream); with the seed it decides everything that follows, so a checkpoint of exactly that continues
+bit for bit.
 """
 
 import hashlib
@@ -22,9 +23,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from rljax.checkpoint import CheckpointStore, load_files, save_params
+from rljax.checkpoint import CheckpointStore, load_files, load_params, save_params
 from rljax.config import Config
-from rljax.conversion.adapter import AdapterCard, base_identity, check_adapter, load_adapter, write_adapter
+from rljax.conversion.adapter import AdapterCard, base_identity, check_adapter, write_adapter
 from rljax.convert import read_arch, read_checkpoint
 from rljax.data.prompts import PromptStream, TaskSource, check_fingerprint
 from rljax.data.tokenizer import Tokenizer
@@ -214,7 +215,7 @@ class _Run:
         if self.learner.lora is None:
             return self._load()
         given = self.config.lora.adapter
-        return self.learner.first_adapter() if given is None else load_adapter(given, self.learner.abstract_state.params)
+        return self.learner.first_adapter() if given is None else load_params(given, self.learner.abstract_state.params)
 
     def _fixed_reference(self) -> Params | None:
         """Return the initial policy where it is the reference; None where there is none, it moves, or it is the base alone."""

@@ -78,6 +78,13 @@ def test_a_configuration_is_frozen_and_closed() -> None:
         ({"algorithm": {"kl_target": 0.1}}, ["algorithm.kl_target", "algorithm.beta"]),
         ({"algorithm": {"reference_sync_steps": 1}}, ["algorithm.reference_sync_steps", "algorithm.beta"]),
         ({"algorithm": {"reference_mixup_alpha": 0.5}}, ["algorithm.reference_mixup_alpha", "reference_sync_steps"]),
+        ({"lora": {"alpha": 8.0}}, ["lora.alpha", "lora.rank = 0"]),
+        ({"lora": {"rank": 4, "target_modules": ("all-linear", "q_proj")}}, ["lora.target_modules", "'all-linear'"]),
+        ({"sampler": {"lora": "separate"}}, ["sampler.lora", "lora.rank = 0"]),
+        (
+            {"lora": {"rank": 4}, "algorithm": {"beta": 0.1, "reference_sync_steps": 1, "reference_mixup_alpha": 0.5}},
+            ["algorithm.reference_mixup_alpha (0.5)", "lora.rank"],
+        ),
         ({"optimizer": {"decay_steps": 9}}, ["optimizer.decay_steps", "optimizer.schedule"]),
         ({"optimizer": {"min_learning_rate": 1e-9}}, ["optimizer.min_learning_rate", "optimizer.schedule"]),
         ({"optimizer": {"schedule": "cosine"}}, ["optimizer.schedule", "optimizer.decay_steps"]),

@@ -1,15 +1,22 @@
 """The loop as a function: what `train` returns and leaves behind, and what `check` finds before anything is compiled."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
-from rljax.convert import read_arch
+from rljax.checkpoint import load_params
+from rljax.conversion.adapter import read_card
+from rljax.convert import read_arch, read_checkpoint
 from rljax.data.tokenizer import Tokenizer
 from rljax.loop import TrainResult, check, train
+from rljax.models.lora import TARGETS, abstract_adapter, merged
 from rljax.telemetry.metrics import METRICS
 from tests.tiny_run import (
     compiled_once,
@@ -191,3 +198,90 @@ def test_a_check_looks_at_the_environment_of_tasks_from_a_file(tmp_path: Path) -
     settings = config(tmp_path / "run", "data.source=file", f"data.path={path}", "env.options.loud=true")
     with pytest.raises(ValueError, match=r"env.options.loud is unknown"):
         check(settings)
+
+
+LORA = ("lora.rank=2", "lora.alpha=8", "lora.dropout=0.1", "algorithm.beta=0.1", "algorithm.kl_in_reward=true")
+"""An adapter with dropout, and its base as the reference."""
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train an adapter for four steps and return the run directory."""
+    run = tmp_path_factory.mktemp("adapted") / "run"
+    train(config(run, *LORA, "train.steps=4"))
+    return run
+
+
+def test_an_adapter_alone_is_trained_and_saved(adapted: Path) -> None:
+    assert (adapted / "adapter" / "lora.json").exists()
+    state = state_bits(adapted, 4)
+    factors = {f"layers.{target}.{side}" for target in TARGETS for side in "ab"}
+    assert {name.removeprefix("params.") for name in state if name.startswith("params.")} == factors
+    size = sum(len(state[f"params.{name}"]) for name in factors)
+    assert sum(map(len, state.values())) == 3 * size + 8, "the adapter, two moments and two counters"
+    assert param_bits(adapted / "adapter") == {name: state[f"params.{name}"] for name in factors}
+    rows = step_metrics(adapted)
+    assert rows[1]["loss/kl"] == 0.0, "the base is the reference, and the first adapter changes nothing"
+    assert rows[4]["loss/kl"] != 0.0
+
+
+def test_the_model_of_a_run_is_base_and_adapter_merged_once(adapted: Path) -> None:
+    loaded = read_checkpoint(tiny_checkpoint())
+    spec = read_card(adapted / "adapter").spec
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = abstract_adapter(loaded.arch, spec)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), shapes)
+    expected = jax.jit(partial(merged, loaded.arch, spec=spec))(
+        params=loaded.params, adapter=load_params(adapted / "adapter", like)
+    )
+    found = read_checkpoint(adapted / "model").params
+    for left, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-7)
+    assert param_bits(adapted / "model") != param_bits(tiny_checkpoint())
+    again = ("lora.rank=2", "lora.alpha=8", f"lora.adapter={adapted / 'adapter'}", f"model.checkpoint={adapted / 'model'}")
+    with pytest.raises(ValueError, match=r"belongs to another model.*A merged model holds its adapter already"):
+        check(config(adapted.parent / "twice", *again))
+
+
+def test_a_run_of_an_adapter_continues_to_the_same_bits(adapted: Path, tmp_path: Path) -> None:
+    for steps in (2, 4):
+        train(config(tmp_path / "parts", *LORA, f"train.steps={steps}"))
+    assert state_bits(tmp_path / "parts", 4) == state_bits(adapted, 4)
+    assert param_bits(tmp_path / "parts" / "model") == param_bits(adapted / "model")
+    assert metric_rows(tmp_path / "parts") == metric_rows(adapted)
+    assert rollout_rows(tmp_path / "parts") == rollout_rows(adapted)
+
+
+def test_an_adapter_sampled_beside_its_base_trains_alike(adapted: Path, tmp_path: Path) -> None:
+    train(config(tmp_path / "run", *LORA, "train.steps=4", "sampler.lora=separate"))
+    for name, rows in rollout_rows(tmp_path / "run").items():
+        for row, other in zip(rows, rollout_rows(adapted)[name], strict=True):
+            assert row["tokens"] == other["tokens"]
+            assert row["logp_behavior"] == pytest.approx(other["logp_behavior"], abs=2e-5)
+    assert step_metrics(tmp_path / "run")[4]["gap/logp_max"] == pytest.approx(step_metrics(adapted)[4]["gap/logp_max"], rel=0.1)
+
+
+def test_a_run_begins_with_a_given_adapter(adapted: Path, tmp_path: Path) -> None:
+    begin = ("lora.rank=2", "lora.alpha=8", f"lora.adapter={adapted / 'adapter'}", "algorithm.beta=0.1", "train.steps=1")
+    result = train(config(tmp_path / "run", *begin, "checkpoint.every=1", "env.name=tests.worlds:Constant"))
+    assert param_bits(tmp_path / "run" / "adapter") == param_bits(adapted / "adapter"), "equal rewards move nothing"
+    assert param_bits(tmp_path / "run" / "model") == param_bits(adapted / "model")
+    assert result.metrics["loss/kl"] == 0.0, "the policy that a run begins with is its reference"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lora.target_modules=['query']", "lora.target_modules: query matches no projection"),
+        ("lora.adapter=nowhere", "nowhere is no adapter"),
+    ],
+)
+def test_a_check_finds_an_adapter_that_does_not_fit(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(config(tmp_path / "run", "lora.rank=2", override))
+
+
+def test_a_check_tells_how_much_is_trained(tmp_path: Path) -> None:
+    said: list[str] = []
+    check(config(tmp_path / "run", "lora.rank=2", "lora.alpha=8", "lora.target_modules=['q_proj']"), said.append)
+    assert any(re.match(r"adapter: [\d,]+ parameters beside [\d,]+, scale 4, q_proj", line) for line in said)

@@ -412,6 +412,8 @@ def test_every_option_arrives_where_it_was_set(tmp_path: Path) -> None:
     companions |= dict.fromkeys(
         ("algorithm.kl_target", "algorithm.reference_sync_steps", "algorithm.reference_mixup_alpha"), "algorithm.beta=0.5"
     )
+    companions |= {f"lora.{name}": "lora.rank=4" for name in ("alpha", "rslora", "dropout", "target_modules", "adapter")}
+    companions["sampler.lora"] = "lora.rank=4"
     companions["algorithm.proximal"] = 'algorithm.rollout_is="none"'
     companions["algorithm.reward_weights"] = 'algorithm.advantage="gdpo"'
     for (section, name), option in recipe._OPTIONS.items():

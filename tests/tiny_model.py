@@ -19,6 +19,7 @@ from rljax.learner.step import Learner
 from rljax.mesh import AXES, build_mesh, data_shards
 from rljax.models.arch import Arch, Rope
 from rljax.models.decoder import abstract_params
+from rljax.models.lora import LoraSpec, abstract_adapter
 from rljax.pytree import Params
 from rljax.recipe import load
 from rljax.records import Completion, Group, Provenance, Rollout, Score, Task
@@ -80,6 +81,13 @@ def host_params(seed: int = 0) -> Params:
     return jax.tree_util.tree_map_with_path(draw, abstract_params(ARCH))
 
 
+@cache
+def host_adapter(spec: LoraSpec, seed: int = 0) -> Params:
+    """Return random factors as numpy arrays, large enough that the model's tokens are others."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: rng.normal(0.0, SPREAD, leaf.shape).astype(np.float32), abstract_adapter(ARCH, spec))
+
+
 def config_of(data_shards: int = 1, **sections: Mapping[str, Any]) -> Config:
     """Return a configuration for the tiny model: micro-batches of 8 rows over all devices, four of them at most."""
     options = {
@@ -112,8 +120,8 @@ def _learner(mesh: str, sections: str) -> Learner:
 
 
 def placed(learner: Learner, params: Params) -> Params:
-    """Return a fresh copy of the parameters in the learner's layout and type."""
-    layout = learner_params(learner.arch, learner.mesh, learner.config.model.param_dtype)
+    """Return a fresh copy of a model's parameters, or of an adapter's, in the learner's layout and type."""
+    layout = learner.abstract_model if "embed" in params else learner.abstract_state.params
     return jax.tree.map(lambda leaf, like: jax.device_put(jnp.array(leaf, like.dtype), like.sharding), params, layout)
 
 

@@ -17,7 +17,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from rljax.checkpoint import load_files, load_params, save_params
+from rljax.checkpoint import load_files, save_params
 from rljax.conversion.sources import ADAPTER_FILE, ARCH_FILE, PARAMS
 from rljax.manifest import DamagedError, StorageError, read_manifest
 from rljax.models.lora import LoraSpec
@@ -90,14 +90,9 @@ def check_adapter(directory: Path, spec: LoraSpec, checkpoint: Path) -> None:
         )
     if card.base != base_identity(checkpoint):
         raise ValueError(
-            f"the adapter {directory} belongs to another model than {checkpoint}; give the model it was trained beside. A merged "
-            "model holds its adapter already"
+            f"the adapter {directory} belongs to another model than {checkpoint}; give the model it was trained beside. "
+            "A merged model holds its adapter already"
         )
-
-
-def load_adapter(directory: Path, abstract: Params) -> Params:
-    """Load the factors onto the shardings of `abstract`, after checking every file; see `load_params`."""
-    return load_params(directory, abstract)
 
 
 def _differences(found: LoraSpec, asked: LoraSpec) -> str:

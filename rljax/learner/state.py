@@ -1,6 +1,7 @@
 """What the learner trains: parameters or an adapter of them, and optimizer state, and how they lie on the mesh.
 
-Owns the state that a checkpoint saves; the base of an adapter is none of it, for it never changes. Refuses to own the update (step.py) and files.
+Owns the state that a checkpoint saves; the base of an adapter is none of it, for it never changes. Refuses to own the update
+(step.py) and files.
 """
 
 from functools import partial
@@ -29,7 +30,7 @@ class TrainState:
     optimizer: OptimizerState
     """Moments and counters."""
     reference: Params | None
-    """Reference policy, or its adapter, float32, where it moves (`reference_sync_steps`); None where it stays the initial one."""
+    """Reference policy, or its adapter, float32, where it moves (`reference_sync_steps`); None where it stays the first."""
     beta: Float[Array, ""] | None
     """Weight of the divergence from it, float32, where it adapts (`kl_target`); None where it is that of the recipe."""
 

@@ -6,7 +6,7 @@ nothing else. It is a copy, made inside the mesh.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,8 @@ from rljax.models.lora import LoraSpec, abstract_adapter, adapter_axes, merged, 
 from rljax.pytree import Params
 
 
-class Publish(Protocol):
-    """From the learner's parameters to the sampler's."""
-
-    def __call__(self, trained: Params, base: Params | None = None) -> Params:
-        """Return the sampler's copy of a model: `trained` itself, or `base` with `trained` as its adapter."""
-        ...
+Publish = Callable[..., Params]
+"""From (trained, base=None) to the sampler's copy of a model: `trained` itself, or `base` with `trained` as its adapter."""
 
 
 def learner_layout(mesh: Mesh) -> Callable[[Arch, Params], Params]:
