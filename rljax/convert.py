@@ -327,9 +327,10 @@ def _plan(model: Outside, to: Kind, dtype: str) -> Iterator[PlanRow]:
 
 def _adapter_plan(adapter: Adapter, kind: Kind, dtype: str) -> Iterator[PlanRow]:
     """Yield one row per layer of a factor."""
-    for theirs, ours, values in adapter.tensors(dtype):
+    stored = "bfloat16" if adapter.types == {"bfloat16"} else "float32"
+    for theirs, ours, values in adapter.tensors(stored):
         source, target = (theirs, ours) if kind == "peft" else (ours, theirs)
-        yield PlanRow(source, adapter.dtype, target, values.shape, dtype, "factor")
+        yield PlanRow(source, values.dtype.name, target, values.shape, dtype, "factor")
 
 
 def _without_numbers(name: str) -> str:

@@ -105,7 +105,8 @@ def test_a_second_merge_and_another_base_are_refused(checkpoint: Path, tmp_path:
     convert(tmp_path / "adapter", tmp_path / "merged", base=checkpoint, to="orbax")
     with pytest.raises(ValueError, match=rf"adapter {tmp_path}/adapter belongs to another model than {tmp_path}/merged"):
         convert(tmp_path / "adapter", tmp_path / "twice", base=tmp_path / "merged", to="orbax")
-    save_llama((tmp_path / "wide").absolute() if (tmp_path / "wide").mkdir() is None else tmp_path, hidden_size=128)
+    (tmp_path / "wide").mkdir()
+    save_llama(tmp_path / "wide", hidden_size=128)
     with pytest.raises(ValueError, match=rf"peft/adapter_model.*q_proj.*\(4, 64\).*{tmp_path}/wide.*\(4, 128\).*for the/base"):
         convert(
             write_adapter(tmp_path / "x" / "peft", base_model_name_or_path="the/base"), tmp_path / "no", base=tmp_path / "wide"
@@ -116,7 +117,7 @@ def test_a_second_merge_and_another_base_are_refused(checkpoint: Path, tmp_path:
 
 def test_a_base_must_be_named_and_a_model(base: Path, checkpoint: Path, tmp_path: Path) -> None:
     source = write_adapter(tmp_path / "peft", base_model_name_or_path="someone/llama")
-    with pytest.raises(ValueError, match="someone/llama, which is not here; name .* --base"):
+    with pytest.raises(ValueError, match=r"someone/llama, which is not here; name .* --base"):
         convert(source, tmp_path / "out")
     with pytest.raises(ValueError, match="is an adapter; --base is for the whole model"):
         convert(source, tmp_path / "out", base=source)
@@ -144,7 +145,7 @@ def test_a_base_must_be_named_and_a_model(base: Path, checkpoint: Path, tmp_path
         ({"layers_to_transform": [0]}, "layers_to_transform"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"r": "4"}, "needs r"),
-        ({"r": 8}, r"lora_A.weight has shape \(4, 64\), and rank 8"),
+        ({"r": 8}, r"lora_A.weight has shape \(4, 96\), and rank 8"),
         ({"lora_alpha": 0}, "an alpha above 0"),
         ({"target_modules": ["q_proj"]}, "target_modules of adapter_config.json is q_proj, but"),
     ],
