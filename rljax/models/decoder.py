@@ -51,7 +51,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, arch: Arch, rngs: nnx.Rngs, stacked: bool = True):
         self.arch = arch
-        self.factors: Params = nnx.data({})
+        self.factors: dict[Any, Any] = nnx.data({})
         """Low-rank factors of an adapter, from `merge`: stacked by projection, or by layer and projection."""
         self.embed = weight(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"))
         if stacked:

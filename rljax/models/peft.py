@@ -121,10 +121,11 @@ def read_peft(folder: Path, arch: Arch, base: str) -> tuple[LoraSpec, Factors, P
             f"{folder}: target_modules of {CONFIG} is {named}, but {WEIGHTS} has factors for {held}; download the adapter again"
         )
     spec = LoraSpec(config.rank, config.alpha, config.rslora, targets)
+    shapes = abstract_adapter(arch, spec)["layers"]
     expected = {
         (target, layer, side): (factor.shape[1:], tensor_shape(side, factor.shape[1:]))
-        for target, factors in abstract_adapter(arch, spec)["layers"].items()
-        for side, factor in (("A", factors["a"]), ("B", factors["b"]))
+        for target in targets
+        for side, factor in (("A", shapes[target]["a"]), ("B", shapes[target]["b"]))
         for layer in arch.layers
     }
     for (target, layer, side), (_, shape) in expected.items():

@@ -18,7 +18,6 @@ from rljax.models.decoder import abstract_params, logical_axes, unstack
 from rljax.models.lora import LoraSpec, abstract_adapter, adapter_axes, merged, scaled
 from rljax.pytree import Params
 
-
 Publish = Callable[..., Params]
 """From (trained, base=None) to the sampler's copy of a model: `trained` itself, or `base` with `trained` as its adapter."""
 

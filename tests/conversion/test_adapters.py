@@ -145,7 +145,7 @@ def test_a_base_must_be_named_and_a_model(base: Path, checkpoint: Path, tmp_path
         ({"layers_to_transform": [0]}, "layers_to_transform"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"r": "4"}, "needs r"),
-        ({"r": 8}, r"lora_A.weight has shape \(4, 96\), and rank 8"),
+        ({"r": 8}, r"lora_A.weight has shape \(4, 64\), and rank 8"),
         ({"lora_alpha": 0}, "an alpha above 0"),
         ({"target_modules": ["q_proj"]}, "target_modules of adapter_config.json is q_proj, but"),
     ],

@@ -25,7 +25,7 @@ from tests.tiny_model import (
 )
 
 GAP = 3e-5
-"""Float32 programs that sum in different orders, with products of low rank in one of them; log-probabilities of the order 10."""
+"""Float32 programs that sum in different orders, one with products of low rank; log-probabilities of the order 10."""
 
 
 @pytest.mark.parametrize("mode", ["merged", "separate"])

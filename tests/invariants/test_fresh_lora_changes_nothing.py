@@ -1,4 +1,4 @@
-"""With an adapter that was not trained yet, the learner computes the same bits as without one, and the sampler draws the same."""
+"""With an adapter that was not trained yet, learner and sampler compute the same bits as without one."""
 
 import jax
 import jax.numpy as jnp

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,12 @@ def peft_factors(adapter: Params, target: str, layer: int) -> tuple[np.ndarray, 
 @cache
 def random_params(arch: Arch) -> Params:
     rng = np.random.default_rng(1)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, SPREAD, leaf.shape), F32), abstract_params(arch))
+
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        is_norm = "norm" in jax.tree_util.keystr(path)
+        return jnp.asarray(rng.normal(*((1.0, 0.2) if is_norm else (0.0, SPREAD)), leaf.shape), F32)
+
+    return jax.tree_util.tree_map_with_path(draw, abstract_params(arch))
 
 
 @cache
