@@ -150,9 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--seed", type=int, help="make the draws repeatable")
 
     convert = verb("convert", _convert, "Convert a model between formats, checked bit by bit.", _CONVERT)
-    convert.add_argument(
-        "source", type=Path, help="a .gguf file, a Hugging Face folder, a checkpoint of rljax, or an adapter"
-    )
+    convert.add_argument("source", type=Path, help="a .gguf file, a Hugging Face folder, a checkpoint of rljax, or an adapter")
     convert.add_argument("target", type=Path, help="folder to create")
     convert.add_argument(
         "--to",

@@ -357,12 +357,33 @@ def test_what_training_saved_is_exported_and_copied(checkpoint: Path, source: Pa
     assert tensors(tmp_path / "exported") == tensors(tmp_path / "exported again") == tensors(source)
 
 
-def test_a_checkpoint_of_a_newer_version_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [(manifest.FORMAT + 1, "a newer rljax wrote it, so update rljax"), (manifest.FORMAT - 1, "convert the model again")],
+)
+def test_a_checkpoint_of_an_unknown_version_is_refused(checkpoint: Path, tmp_path: Path, version: int, told: str) -> None:
     shutil.copytree(checkpoint, tmp_path / "newer")
     body = read_manifest(checkpoint)
-    (tmp_path / "newer" / "manifest.json").write_bytes(manifest._render({**body, "format": manifest.FORMAT + 1}))
-    with pytest.raises(ValueError, match="a newer rljax wrote it, so update rljax"):
+    (tmp_path / "newer" / "manifest.json").write_bytes(manifest._render({**body, "format": version}))
+    with pytest.raises(ValueError, match=told):
         convert(tmp_path / "newer", tmp_path / "out")
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_an_export_is_tied_when_its_arrays_are(source: Path, tmp_path: Path, equal: bool) -> None:
+    shutil.copytree(source, tmp_path / "model")
+    weights = load_file(source / "model.safetensors")
+    if equal:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    convert(tmp_path / "model", tmp_path / "there", verify="none")
+    convert(tmp_path / "there", tmp_path / "back", verify="none")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] == equal
+    found = tensors(tmp_path / "back")
+    assert ("lm_head.weight" in found) == (not equal)
+    assert found == {name: value.tobytes() for name, value in weights.items() if name in found}
 
 
 def test_further_chat_templates_travel(source: Path, tmp_path: Path) -> None:

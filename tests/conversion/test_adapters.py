@@ -197,7 +197,7 @@ def test_the_command_line_merges_and_refuses(base: Path, tmp_path: Path, capsys:
     assert "adapter_model.safetensors does not exist" in capsys.readouterr().err
 
 
-def test_a_family_with_joined_projections_merges_but_has_no_peft(tmp_path: Path) -> None:
+def test_a_family_with_joined_projections_has_no_peft(tmp_path: Path) -> None:
     (tmp_path / "phi3").mkdir()
     save("phi3", tmp_path / "phi3")
     for name, content in tokenizer_files().items():
