@@ -1,6 +1,7 @@
 """GGUF files of every family that is read: the same model as the original, and as the reference library reads the file."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_what_would_be_another_model_is_refused(family: str, changes: dict[str, 
         arch_of(family, **changes)
 
 
-PIECES = "\u2581 a b c d e r s t u \u2581a \u2581b th er es st est re \u2581ab abc the \u2581the ther \u2581best".split()
+PIECES = [*"▁abcderstu", "▁a", "▁b", "th", "er", "es", "st", "est", "re", "▁ab", "abc", "the", "▁the", "ther", "▁best"]
 
 
 def sentencepiece(**changes: Any) -> tuple[dict[str, bytes], dict[str, float]]:
@@ -176,7 +177,7 @@ def greedy(text: str, scores: dict[str, float]) -> list[str]:
     """Split a text as SentencePiece's BPE is defined: join the neighbours of the best piece, the leftmost first."""
     parts = list(text.replace(" ", "\u2581"))
     while True:
-        joined = [(scores.get(a + b, -np.inf), -place) for place, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+        joined = [(scores.get(a + b, -np.inf), -place) for place, (a, b) in enumerate(pairwise(parts))]
         best, place = max(joined, default=(-np.inf, 0))
         if best == -np.inf:
             break
