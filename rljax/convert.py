@@ -171,10 +171,29 @@ def convert(
     to = to or _USUAL[kind]
     check_target(source, target, overwrite, tuple(MARKS))
     opened = _open(kind, source, to, base)
+    report = _planned(source, target, kind, to, opened, dtype)
+    if console is not None:
+        show_plan(report, console)
+    if not dry_run:
+        report = (
+            _write_adapter(report, opened, verify)
+            if isinstance(opened, Adapter)
+            else _write_model(report, opened, base, verify, shard_size)
+        )
+    report = dataclasses.replace(report, seconds=time.monotonic() - start)
+    if report.written:
+        write_report(target.with_name(f"{target.name}.conversion.json"), _as_json(report))
+    if console is not None:
+        show_outcome(report, console)
+    return report
+
+
+def _planned(source: Path, target: Path, kind: Kind, to: Kind, opened: Outside | Adapter, dtype: DType | None) -> ConvertReport:
+    """Return the report of a conversion that is still to be done."""
     dtype = dtype or ("bfloat16" if opened.types == {"bfloat16"} else "float32")
     plan = tuple(_adapter_plan(opened, kind, dtype) if isinstance(opened, Adapter) else _plan(opened, to, dtype))
     num_params = sum(math.prod(row.shape) for row in plan)
-    report = ConvertReport(
+    return ConvertReport(
         source=source,
         target=target,
         kind=kind,
@@ -190,20 +209,6 @@ def convert(
         logits=None,
         written=False,
     )
-    if console is not None:
-        show_plan(report, console)
-    if not dry_run:
-        report = (
-            _write_adapter(report, opened, verify)
-            if isinstance(opened, Adapter)
-            else _write_model(report, opened, base, verify, shard_size)
-        )
-    report = dataclasses.replace(report, seconds=time.monotonic() - start)
-    if report.written:
-        write_report(target.with_name(f"{target.name}.conversion.json"), _as_json(report))
-    if console is not None:
-        show_outcome(report, console)
-    return report
 
 
 def _open(kind: Kind, source: Path, to: Kind, base: Path | None) -> Outside | Adapter:
