@@ -222,6 +222,7 @@ def peft_model(base: Path, folder: Path, **options: Any) -> Any:
     return model
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own use of another library
 @pytest.mark.parametrize(
     ("name", "options"),
     [
