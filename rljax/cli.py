@@ -65,6 +65,8 @@ examples:
   rljax convert path/to/hf-folder checkpoints/llama         Hugging Face folder with safetensors
   rljax convert runs/my-run/model exported --to hf          back to the Hugging Face format
   rljax convert SmolLM2.gguf anywhere --dry-run             show the plan, write nothing
+  rljax convert peft-adapter adapters/mine --base checkpoints/llama         an adapter of PEFT; back again without --base
+  rljax convert adapters/mine merged --base checkpoints/llama --to hf       base and adapter in one
 """
 
 _CONFIG = """\
@@ -150,9 +152,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_sampling(sample)
 
     convert = verb("convert", _convert, "Convert a model between formats, checked bit by bit.", _CONVERT)
-    convert.add_argument("source", type=Path, help="a .gguf file, a Hugging Face folder, or a checkpoint of rljax")
+    convert.add_argument("source", type=Path, help="a .gguf file, a Hugging Face folder, a checkpoint of rljax, or an adapter")
     convert.add_argument("target", type=Path, help="folder to create")
-    convert.add_argument("--to", choices=("orbax", "hf"), help="target format (default: the other one)")
+    convert.add_argument(
+        "--to",
+        choices=("orbax", "hf", "adapter", "peft"),
+        help="target format (default: from others' to rljax's, from rljax's to others'); an adapter to orbax or hf is merged",
+    )
+    convert.add_argument("--base", type=Path, help="the model an adapter belongs to (default: the one it names)")
     convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="type of the written parameters")
     convert.add_argument("--shard-size", type=int, metavar="BYTES", help="largest safetensors file, with --to hf")
     convert.add_argument("--overwrite", action="store_true", help="replace a model that is already there")
@@ -307,6 +314,7 @@ def _convert(args: argparse.Namespace) -> int:
         args.source,
         args.target,
         to=args.to,
+        base=args.base,
         dtype=args.dtype,
         overwrite=args.overwrite,
         dry_run=args.dry_run,

@@ -1,4 +1,4 @@
-"""Converting models between Hugging Face folders, GGUF files and rljax checkpoints, and opening the latter.
+"""Converting models and adapters between the formats of others and rljax's own, and opening a checkpoint of rljax.
 
 Owns the verb `convert`: the plan, the order of writing and proving, and what is told. Also owns `read_checkpoint`, through
 which training, evaluation and sampling get a model. Refuses to own formats (`models/hf.py`, `models/gguf.py`, `zarr.py`,
@@ -8,11 +8,10 @@ which training, evaluation and sampling get a model. Refuses to own formats (`mo
 """
 
 import dataclasses
-import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,22 +25,15 @@ from rich.text import Text
 
 from rljax.checkpoint import load_params
 from rljax.config import DType
-from rljax.conversion.proof import LogitComparison, compare_bits, compare_logits, logits_fit
-from rljax.conversion.sources import (
-    ARCH_FILE,
-    Kind,
-    check_content,
-    open_source,
-    parameter_part,
-    read_arch,
-    source_kind,
-    stored_dtype,
-)
+from rljax.conversion.merge import ADAPTERS, Adapter, identity_of, merged, open_adapter, write_adapter
+from rljax.conversion.proof import LogitComparison, compare_adapters, compare_bits, compare_logits, logits_fit
+from rljax.conversion.sources import MARKS, Kind, check_content, open_source, parameter_part, read_arch, source_kind
 from rljax.conversion.stage import check_target, staged
 from rljax.conversion.write import write_model, write_report
 from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params, count
 from rljax.models.layout import Outside, slots
+from rljax.models.peft import refuse_fused
 from rljax.pytree import Params
 
 SHARD_SIZE = 5_000_000_000
@@ -49,6 +41,8 @@ SHARD_SIZE = 5_000_000_000
 
 Verify = Literal["auto", "none", "bits", "logits"]
 """How a conversion is proved: `bits` compares every tensor, `logits` also what both models compute."""
+
+_USUAL: dict[Kind, Kind] = {"hf": "orbax", "gguf": "orbax", "orbax": "hf", "peft": "adapter", "adapter": "peft"}
 
 LOGITS_BELOW = 8_000_000_000
 """Models of fewer parameters are proved by logits too, unless told otherwise."""
@@ -74,7 +68,7 @@ class PlanRow:
     dtype: str
     """Type in the target."""
     transform: str
-    """How its dims are arranged in a parameter: a key of `models.layout.TRANSFORMS`."""
+    """How its dims are arranged in a parameter: a key of `models.layout.TRANSFORMS`, or `factor` of an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +89,7 @@ class ConvertReport:
     to: Kind
     """Format of the target."""
     arch: Arch
-    """The model."""
+    """The model, or an adapter's base."""
     dtype: str
     """Type of the written parameters."""
     plan: tuple[PlanRow, ...]
@@ -103,7 +97,7 @@ class ConvertReport:
     notices: tuple[str, ...]
     """What was assumed, left out, or looks wrong."""
     num_params: int
-    """Parameters of the model."""
+    """Parameters of what was written."""
     num_bytes: int
     """Their size in the target (bytes)."""
     seconds: float
@@ -136,7 +130,8 @@ def convert(
     source: Path,
     target: Path,
     *,
-    to: Literal["orbax", "hf"] | None = None,
+    to: Kind | None = None,
+    base: Path | None = None,
     dtype: DType | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -144,24 +139,28 @@ def convert(
     shard_size: int = SHARD_SIZE,
     console: Console | None = None,
 ) -> ConvertReport:
-    """Convert a model; the target is complete and proved, or not there at all.
+    """Convert a model or an adapter; the target is complete and proved, or not there at all.
 
-    Beside a written target lies `NAME.conversion.json`, the report as JSON.
+    Beside a written target lies `NAME.conversion.json`, the report as JSON. An adapter that is converted to the format of a
+    model is merged into its base.
 
     Args:
-        source: A Hugging Face folder, a .gguf file, or a checkpoint of rljax.
+        source: A Hugging Face folder, a .gguf file, a checkpoint of rljax, or an adapter of PEFT or of rljax.
         target: The folder to create.
-        to: Target format; default: `hf` for a checkpoint of rljax, else `orbax`.
-        dtype: Type of the written parameters; default: as stored in a checkpoint of rljax, else float32.
-        overwrite: Replace a target that is itself a model.
-        dry_run: Open and check the source and plan, but read no weights and write nothing.
+        to: Target format, any but `gguf`; default: `hf` for a checkpoint of rljax and `orbax` for other models, `peft` for
+            an adapter of rljax and `adapter` for one of PEFT.
+        base: The model an adapter belongs to; default: the one it names, if that is a folder here.
+        dtype: Type of the written parameters; default: as stored in a checkpoint of rljax or an adapter, else float32.
+        overwrite: Replace a target that is itself a model or an adapter.
+        dry_run: Open and check the source and plan, but read no weights of a model and write nothing.
         verify: Whether to read back what was written and compare it, bit by bit or by logits too; `auto` does both for
-            models below `LOGITS_BELOW` parameters that fit in memory, and bits alone for others.
+            models below `LOGITS_BELOW` parameters that fit in memory, and bits alone for others and for adapters.
         shard_size: Largest safetensors file (bytes); only for `hf`.
         console: Where to show the plan and the outcome; default: nowhere.
 
     Raises:
-        ValueError: The source is not a complete supported model, or the target exists or is in the way.
+        ValueError: The source is not a complete supported model or adapter, the adapter is for another base, or the target
+            exists or is in the way.
         StorageError: Writing failed, or what was read back is not what was written; the target is as it was before.
     """
     start = time.monotonic()
@@ -169,31 +168,18 @@ def convert(
     if shard_size < 1:
         raise ValueError(f"shard_size is {shard_size}; it must be a positive number of bytes")
     kind = source_kind(source)
-    to = to or ("hf" if kind == "orbax" else "orbax")
-    check_target(source, target, overwrite, (ARCH_FILE, "config.json"))
-    model = open_source(kind, source)
-    dtype = dtype or (stored_dtype(source) if kind == "orbax" else "float32")
-    notices = (*model.notices, *_check_tokenizer(model.files, model.arch, source))
-    report = ConvertReport(
-        source=source,
-        target=target,
-        kind=kind,
-        to=to,
-        arch=model.arch,
-        dtype=dtype,
-        plan=tuple(_plan(model, to, dtype)),
-        notices=notices,
-        num_params=count(model.arch),
-        num_bytes=count(model.arch) * np.dtype(dtype).itemsize,
-        seconds=0.0,
-        verified=False,
-        logits=None,
-        written=False,
-    )
+    to = to or _USUAL[kind]
+    check_target(source, target, overwrite, tuple(MARKS))
+    opened = _open(kind, source, to, base)
+    report = _planned(source, target, kind, to, opened, dtype)
     if console is not None:
         show_plan(report, console)
     if not dry_run:
-        report = _carry_out(report, model, verify, shard_size)
+        report = (
+            _write_adapter(report, opened, verify)
+            if isinstance(opened, Adapter)
+            else _write_model(report, opened, base, verify, shard_size)
+        )
     report = dataclasses.replace(report, seconds=time.monotonic() - start)
     if report.written:
         write_report(target.with_name(f"{target.name}.conversion.json"), _as_json(report))
@@ -202,8 +188,47 @@ def convert(
     return report
 
 
-def _carry_out(report: ConvertReport, model: Outside, verify: Verify, shard_size: int) -> ConvertReport:
-    """Write the target, prove it and put it in its place."""
+def _planned(source: Path, target: Path, kind: Kind, to: Kind, opened: Outside | Adapter, dtype: DType | None) -> ConvertReport:
+    """Return the report of a conversion that is still to be done."""
+    dtype = dtype or ("bfloat16" if opened.types == {"bfloat16"} else "float32")
+    plan = tuple(_adapter_plan(opened, kind, dtype) if isinstance(opened, Adapter) else _plan(opened, to, dtype))
+    num_params = sum(math.prod(row.shape) for row in plan)
+    return ConvertReport(
+        source=source,
+        target=target,
+        kind=kind,
+        to=to,
+        arch=opened.arch,
+        dtype=dtype,
+        plan=plan,
+        notices=opened.notices,
+        num_params=num_params,
+        num_bytes=num_params * np.dtype(dtype).itemsize,
+        seconds=0.0,
+        verified=False,
+        logits=None,
+        written=False,
+    )
+
+
+def _open(kind: Kind, source: Path, to: Kind, base: Path | None) -> Outside | Adapter:
+    """Open what is to be converted: a model, an adapter, or the two merged."""
+    if kind in ADAPTERS:
+        adapter = open_adapter(kind, source, base)
+        if to == "peft":
+            refuse_fused(adapter.arch, str(adapter.base))
+        if to == "adapter":
+            identity_of(adapter.base)
+        return adapter if to in ADAPTERS else merged(adapter)
+    if base is not None:
+        raise ValueError(f"{source} is a whole model, and --base is for adapters; leave it out")
+    if to in ADAPTERS:
+        raise ValueError(f"{source} is a whole model, of which no adapter can be made; choose --to hf or --to orbax")
+    return open_source(kind, source)
+
+
+def _write_model(report: ConvertReport, model: Outside, base: Path | None, verify: Verify, shard_size: int) -> ConvertReport:
+    """Write a model, prove it and put it in its place."""
     notices, logits = list(report.notices), None
     if report.kind == "orbax":
         check_content(report.source)
@@ -215,11 +240,24 @@ def _carry_out(report: ConvertReport, model: Outside, verify: Verify, shard_size
     with staged(report.target, report.num_bytes) as folder:
         notices += write_model(folder, report.to, model, report.dtype, shard_size)
         if verify != "none":
-            reopened = open_source(report.kind, report.source)
+            reopened = _open(report.kind, report.source, report.to, base)
+            assert isinstance(reopened, Outside)
             compare_bits(reopened, open_source(report.to, folder), np.dtype(report.dtype))
-        if verify == "logits":
-            logits = compare_logits(report.kind, report.source, report.to, folder, report.dtype)
+            if verify == "logits":
+                checkpoint = report.source if report.kind == "orbax" else None
+                logits = compare_logits(reopened, checkpoint, report.to, folder, report.dtype)
     return dataclasses.replace(report, notices=tuple(notices), verified=verify != "none", logits=logits, written=True)
+
+
+def _write_adapter(report: ConvertReport, adapter: Adapter, verify: Verify) -> ConvertReport:
+    """Write an adapter, prove it and put it in its place."""
+    if verify == "logits":
+        raise ValueError("an adapter alone computes no logits; choose --verify bits, or merge it with --to hf or --to orbax")
+    with staged(report.target, report.num_bytes) as folder:
+        write_adapter(folder, report.to, adapter, report.dtype)
+        if verify != "none":
+            compare_adapters(adapter, open_adapter(report.to, folder, adapter.base), report.dtype)
+    return dataclasses.replace(report, verified=verify != "none", written=True)
 
 
 def read_checkpoint(
@@ -292,31 +330,14 @@ def _plan(model: Outside, to: Kind, dtype: str) -> Iterator[PlanRow]:
         yield PlanRow(origin.name, origin.dtype, target, slot.shape, dtype, slot.part)
 
 
+def _adapter_plan(adapter: Adapter, kind: Kind, dtype: str) -> Iterator[PlanRow]:
+    """Yield one row per layer of a factor."""
+    stored = "bfloat16" if adapter.types == {"bfloat16"} else "float32"
+    for theirs, ours, values in adapter.tensors(stored):
+        source, target = (theirs, ours) if kind == "peft" else (ours, theirs)
+        yield PlanRow(source, values.dtype.name, target, values.shape, dtype, "factor")
+
+
 def _without_numbers(name: str) -> str:
     """Replace the numbers of layers and experts by stars, so that the rows of all of them look alike."""
     return re.sub(r"(?<=[.\[,])\d+(?=[.\],])", "*", name)
-
-
-def _check_tokenizer(files: Mapping[str, bytes], arch: Arch, source: Path) -> list[str]:
-    """Refuse a model without a tokenizer, or with one that has more ids than the model has rows; note unused rows."""
-    if "tokenizer.json" not in files:
-        raise ValueError(
-            f"{source / 'tokenizer.json'} does not exist; a model needs its tokenizer in this format, so save it as a fast "
-            "tokenizer next to the weights first"
-        )
-    try:
-        tokenizer = json.loads(files["tokenizer.json"])
-        vocab = tokenizer["model"]["vocab"]
-        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-        largest = max([*ids, *(token["id"] for token in tokenizer.get("added_tokens") or [])])
-    except (ValueError, KeyError, TypeError) as err:
-        raise ValueError(
-            f"{source / 'tokenizer.json'}: not a tokenizer ({type(err).__name__}: {err}); download it again"
-        ) from err
-    if largest >= arch.vocab_size:
-        raise ValueError(
-            f"{source / 'tokenizer.json'}: has the id {largest}, but the model has {arch.vocab_size} rows (vocab_size); "
-            "the two do not belong together"
-        )
-    unused = arch.vocab_size - 1 - largest
-    return [f"the last {unused} rows of the embedding belong to no token"] if unused else []

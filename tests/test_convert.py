@@ -22,6 +22,7 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.manifest import StorageError, read_manifest
 from rljax.models import layout
 from rljax.models.decoder import abstract_params
+from rljax.models.hf import open_hf
 from rljax.models.shards import read_header
 from tests.models.gguf_files import metadata, write_gguf
 from tests.models.oracle import load_hf, make_llama, save_llama, tokenizer_files
@@ -305,9 +306,9 @@ def test_other_weights_compute_other_logits(source: Path, checkpoint: Path, tmp_
     weights = {name: value.copy() for name, value in load_file(source / "model.safetensors").items()}
     weights["model.layers.1.mlp.up_proj.weight"] *= np.float32(1.01)
     save_file(weights, tmp_path / "other" / "model.safetensors")
-    assert compare_logits("hf", source, "orbax", checkpoint, "float32").max_abs_difference == 0
+    assert compare_logits(open_hf(source), None, "orbax", checkpoint, "float32").max_abs_difference == 0
     with pytest.raises(StorageError, match="computes other logits"):
-        compare_logits("hf", tmp_path / "other", "orbax", checkpoint, "float32")
+        compare_logits(open_hf(tmp_path / "other"), None, "orbax", checkpoint, "float32")
 
 
 @pytest.mark.parametrize(("verify", "bits", "logits"), [("none", False, False), ("bits", True, False), ("logits", True, True)])
@@ -357,12 +358,33 @@ def test_what_training_saved_is_exported_and_copied(checkpoint: Path, source: Pa
     assert tensors(tmp_path / "exported") == tensors(tmp_path / "exported again") == tensors(source)
 
 
-def test_a_checkpoint_of_a_newer_version_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [(manifest.FORMAT + 1, "a newer rljax wrote it, so update rljax"), (manifest.FORMAT - 1, "convert the model again")],
+)
+def test_a_checkpoint_of_an_unknown_version_is_refused(checkpoint: Path, tmp_path: Path, version: int, told: str) -> None:
     shutil.copytree(checkpoint, tmp_path / "newer")
     body = read_manifest(checkpoint)
-    (tmp_path / "newer" / "manifest.json").write_bytes(manifest._render({**body, "format": manifest.FORMAT + 1}))
-    with pytest.raises(ValueError, match="a newer rljax wrote it, so update rljax"):
+    (tmp_path / "newer" / "manifest.json").write_bytes(manifest._render({**body, "format": version}))
+    with pytest.raises(ValueError, match=told):
         convert(tmp_path / "newer", tmp_path / "out")
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_an_export_is_tied_when_its_arrays_are(source: Path, tmp_path: Path, equal: bool) -> None:
+    shutil.copytree(source, tmp_path / "model")
+    weights = load_file(source / "model.safetensors")
+    if equal:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    convert(tmp_path / "model", tmp_path / "there", verify="none")
+    convert(tmp_path / "there", tmp_path / "back", verify="none")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] == equal
+    found = tensors(tmp_path / "back")
+    assert ("lm_head.weight" in found) == (not equal)
+    assert found == {name: value.tobytes() for name, value in weights.items() if name in found}
 
 
 def test_further_chat_templates_travel(source: Path, tmp_path: Path) -> None:
@@ -375,13 +397,6 @@ def test_further_chat_templates_travel(source: Path, tmp_path: Path) -> None:
     back = tmp_path / "back" / "additional_chat_templates"
     assert contents(back) == contents(templates)
     assert names(tmp_path / "back") == names(tmp_path / "model")
-
-
-def test_unused_rows_of_the_embedding_are_told(source: Path, tmp_path: Path) -> None:
-    shutil.copytree(source, tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_bytes(tokenizer_files(90)["tokenizer.json"])
-    report = convert(tmp_path / "model", tmp_path / "out", dry_run=True)
-    assert report.notices == ("the last 7 rows of the embedding belong to no token",)
 
 
 def test_another_architecture_is_refused(source: Path, tmp_path: Path) -> None:

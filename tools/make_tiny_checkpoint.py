@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rljax.checkpoint import save_params
-from rljax.convert import ARCH_FILE
+from rljax.conversion.sources import ARCH_FILE
 from rljax.models.arch import Arch, Rope
 from rljax.models.decoder import abstract_params
 from rljax.models.parameters import INIT_STD

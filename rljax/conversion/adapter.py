@@ -18,13 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rljax.checkpoint import load_files, save_params
-from rljax.conversion.sources import ARCH_FILE, PARAMS
+from rljax.conversion.sources import ADAPTER_FILE, ARCH_FILE, PARAMS
 from rljax.manifest import DamagedError, StorageError, read_manifest
 from rljax.models.lora import LoraSpec
 from rljax.pytree import Params
-
-ADAPTER_FILE = "lora.json"
-"""The file that makes a folder an adapter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.checkpoint import load_params
+from rljax.conversion.merge import Adapter
 from rljax.conversion.sources import Kind, open_source
 from rljax.data.tokenizer import Tokenizer
 from rljax.manifest import StorageError
@@ -57,6 +58,24 @@ class LogitComparison:
     """Type in which the source was loaded: the target's, or float32 where that would have lost precision."""
 
 
+def compare_adapters(source: Adapter, target: Adapter, dtype: str) -> None:
+    """Compare what two adapters are, and every bit of their factors.
+
+    Args:
+        source: The source.
+        target: What was written, opened.
+        dtype: Type of its factors.
+
+    Raises:
+        StorageError: Something differs; names it.
+    """
+    if (source.spec, {dtype}) != (target.spec, target.types):
+        raise StorageError(f"the adapter reads back as {target.spec} of {target.types} instead of {source.spec} of {dtype}")
+    for (name, _, wanted), (_, _, found) in zip(source.tensors(dtype), target.tensors(dtype), strict=True):
+        if (found.shape, found.tobytes()) != (wanted.shape, wanted.tobytes()):
+            raise StorageError(f"{name} reads back with other values; check the storage and convert again")
+
+
 def compare_bits(source: Outside, target: Outside, dtype: np.dtype) -> None:
     """Compare every bit of every tensor, and every file, a few rows at a time.
 
@@ -87,12 +106,12 @@ def compare_bits(source: Outside, target: Outside, dtype: np.dtype) -> None:
     in_parallel(compare, slices(source.arch), lambda piece: piece.size * dtype.itemsize * 2, memory_limit(source.arch, dtype))
 
 
-def compare_logits(kind: Kind, source: Path, to: Kind, target: Path, dtype: str) -> LogitComparison:
+def compare_logits(source: Outside, checkpoint: Path | None, to: Kind, target: Path, dtype: str) -> LogitComparison:
     """Compare the logits of two models that should be the same, one in memory at a time.
 
     Args:
-        kind: Format of the source.
         source: The source, opened again.
+        checkpoint: Where it is, if it is a checkpoint of rljax: that is loaded as training does.
         to: Format of the target.
         target: What was written.
         dtype: Type of its tensors.
@@ -100,13 +119,12 @@ def compare_logits(kind: Kind, source: Path, to: Kind, target: Path, dtype: str)
     Raises:
         StorageError: They differ although no precision was lost; or the target's are not finite while the source's are.
     """
-    opened = open_source(kind, source)
-    lossless = all(_fits(origin.dtype, dtype) for origin in opened.origins.values())
+    lossless = all(_fits(origin.dtype, dtype) for origin in source.origins.values())
     loaded_as = dtype if lossless else "float32"
-    ids, real = _prompt_ids(target, opened.arch)
-    before = _run(opened.arch, _load(kind, source, opened, loaded_as), ids, real)
+    ids, real = _prompt_ids(target, source.arch)
+    before = _run(source.arch, _load(source, checkpoint, loaded_as), ids, real)
     written = open_source(to, target)
-    after = _run(written.arch, _load(to, target, written, dtype), ids, real)
+    after = _run(written.arch, _load(written, target if to == "orbax" else None, dtype), ids, real)
     same = np.array_equal(before, after, equal_nan=True)
     difference = 0.0 if same else float(np.abs(before - after).max(where=np.isfinite(before - after), initial=0.0))
     agreement = float((before.argmax(-1) == after.argmax(-1)).mean())
@@ -147,17 +165,19 @@ def _prompt_ids(folder: Path, arch: Arch) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.arange(longest)[None] < np.array([len(row) for row in rows])[:, None]
 
 
-def _load(kind: Kind, path: Path, opened: Outside, dtype: str) -> Params:
+def _load(opened: Outside, checkpoint: Path | None, dtype: str) -> Params:
     """Load a model onto the host: a checkpoint of rljax through Orbax, as training does."""
-    if kind != "orbax":
+    if checkpoint is None:
         return fill(opened, np.dtype(dtype))[0]
     place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     shapes = decoder.abstract_params(opened.arch, np.dtype(dtype))
-    return load_params(path, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes)
+    return load_params(checkpoint, shapes)
 
 
 def _run(arch: Arch, params: Params, ids: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Return the float32 logits [n, v] of the real tokens."""
+    """Return the float32 logits [n, v] of the real tokens, those of padding rows of the vocabulary too."""
+    arch = dataclasses.replace(arch, valid_vocab=None)
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         found: Any = _logits(arch, params, *(jnp.asarray(part) for part in (ids, positions, real.astype(np.int32))))

@@ -4,6 +4,7 @@ Owns which format a path has, and reading a checkpoint of rljax tensor by tensor
 (`models/hf.py`, `models/gguf.py`) and to load parameters onto devices.
 """
 
+import dataclasses
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from rljax.checkpoint import load_files
-from rljax.config import DType
+from rljax.conversion.vocabulary import valid_rows
 from rljax.leaves import check_leaves, named_leaves
 from rljax.manifest import MANIFEST, DamagedError, StorageError, check_files, check_sizes, read_manifest
+from rljax.models import peft
 from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params
 from rljax.models.gguf import open_gguf
@@ -22,18 +24,24 @@ from rljax.models.hf import open_hf
 from rljax.models.layout import Origin, Outside, Slice, Slot, move, part_of, slices
 from rljax.zarr import StoredArrays
 
-Kind = Literal["hf", "gguf", "orbax"]
-"""A model's format: a Hugging Face folder, a GGUF file, or a checkpoint of rljax."""
+Kind = Literal["hf", "gguf", "orbax", "adapter", "peft"]
+"""A format: of models, a Hugging Face folder, a GGUF file, a checkpoint of rljax; of adapters, rljax's own and PEFT's."""
 
 ARCH_FILE = "arch.json"
 """The file that holds a checkpoint's architecture."""
+
+ADAPTER_FILE = "lora.json"
+"""The file that makes a folder an adapter of rljax."""
+
+MARKS: dict[str, Kind] = {ADAPTER_FILE: "adapter", peft.CONFIG: "peft", ARCH_FILE: "orbax", "config.json": "hf"}
+"""The file by which each format of folders is recognised; the first that is there, as an adapter may carry PEFT's file."""
 
 PARAMS = "params"
 """The folder of its arrays."""
 
 
 def source_kind(source: Path) -> Kind:
-    """Recognise the format of a model.
+    """Recognise the format of a model or an adapter.
 
     Raises:
         ValueError: It does not exist or is none that can be read.
@@ -44,10 +52,9 @@ def source_kind(source: Path) -> Kind:
         if source.suffix.lower() != ".gguf":
             raise ValueError(f"{source} is a file but no .gguf file; give the folder of a Hugging Face model instead")
         return "gguf"
-    if (source / ARCH_FILE).exists():
-        return "orbax"
-    if (source / "config.json").exists():
-        return "hf"
+    for name, kind in MARKS.items():
+        if (source / name).exists():
+            return kind
     if any((source / name).is_dir() for name in ("arrays", PARAMS)):
         if not (source / MANIFEST).exists():
             raise ValueError(
@@ -62,16 +69,16 @@ def source_kind(source: Path) -> Kind:
 def open_source(kind: Kind, source: Path) -> Outside:
     """Open a model of any format and check that it is complete, without reading its weights.
 
+    Which rows of the embedding are tokens is told by the tokenizer, whatever the format.
+
     Raises:
         ValueError: It is not a complete supported model; names the file, the key or the tensor.
         StorageError: A file of a checkpoint of rljax is missing or damaged.
     """
-    return {"hf": open_hf, "gguf": open_gguf, "orbax": _open_checkpoint}[kind](source)
-
-
-def stored_dtype(source: Path) -> DType:
-    """Return the type of a checkpoint's parameters: bfloat16 if all are, else float32, which holds them all."""
-    return "bfloat16" if set(_leaf_types(source).values()) == {"bfloat16"} else "float32"
+    opened = {"hf": open_hf, "gguf": open_gguf, "orbax": _open_checkpoint}[kind](source)
+    valid, notices = valid_rows(opened.files, opened.arch.vocab_size, source)
+    arch = dataclasses.replace(opened.arch, valid_vocab=valid)
+    return dataclasses.replace(opened, arch=arch, notices=(*opened.notices, *notices))
 
 
 def check_content(source: Path) -> None:
@@ -154,13 +161,6 @@ def _open_checkpoint(source: Path) -> Outside:
         return values.reshape(last - first, *slot.shape[1:])
 
     return Outside(arch, origins, rows, files, ())
-
-
-def _leaf_types(source: Path) -> dict[str, str]:
-    try:
-        return {name: leaf["dtype"] for name, leaf in read_manifest(source)["leaves"].items()}
-    except DamagedError as err:
-        raise _damaged(source, err) from err
 
 
 def _damaged(source: Path, error: DamagedError) -> StorageError:

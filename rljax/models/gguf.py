@@ -1,57 +1,38 @@
 """GGUF files: metadata, dequantised tensors and tokenizer, read as a model.
 
-Owns the translation of one Llama-architecture .gguf file: its metadata into an `Arch`, its tensor names and its row order
-of query and key projections into those of Hugging Face checkpoints, and its tokenizer metadata into tokenizer files.
-Refuses to own writing. What the file does not say, or rljax cannot do, is an error that names the metadata key.
+Owns the translation of one .gguf file: its metadata into an `Arch`, its tensor names and values into those of Hugging Face
+checkpoints. Refuses to own tokenizers (`gguf_tokenizer.py`) and writing. What the file does not say, or rljax cannot do, is
+an error that names the metadata key.
 
-The file stores query and key rows so that the two channels of a rotated pair are neighbours; see `interleaved_to_half`.
+Some families are stored otherwise than in their original: query and key rows of Llama so that the two channels of a rotated
+pair are neighbours (see `interleaved_to_half`), and norm scales of Gemma with the 1 that its formula adds.
 """
 
-import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rljax.models.arch import Arch, Rope
-from rljax.models.layout import HEAD, Origin, Outside, interleaved_to_half, mismatches, refuse, slots
+from rljax.models.gguf_tokenizer import tokenizer_files
+from rljax.models.hf_config import FAMILIES
+from rljax.models.layout import Origin, Outside, interleaved_to_half, mismatches, refuse, slots
 
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_WHOLE = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", HEAD: "output.weight"}
 _ROPE_FACTORS = "rope_freqs.weight"
-_DEFAULT_THETA = 10_000.0
 
 # What the published llama3 models use; a file keeps only the resulting factors, which are checked against these.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
 _FACTOR_RTOL = 1e-5  # the factors are stored as float32
-
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
-
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}"
-    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
-"""Control tokens that end a turn when the chat template writes them."""
 
 
 def open_gguf(path: Path) -> Outside:
     """Open a .gguf file and check it against its metadata; tensors are dequantised later, one at a time.
 
     Raises:
-        ValueError: the file is broken, not a Llama model, or holds what rljax cannot represent; or `gguf` is not installed.
+        ValueError: the file is broken, not of a supported family, or holds what rljax cannot represent; or `gguf` is
+            not installed.
     """
     try:
         import gguf  # optional: most conversions do without
@@ -85,7 +66,7 @@ def open_gguf(path: Path) -> Outside:
     if _ROPE_FACTORS in stored:
         factors = dequantize(_ROPE_FACTORS, 0, int(stored[_ROPE_FACTORS].shape[-1]))
     arch = _arch(meta, str(path), tied, factors)
-    names: dict[str, str] = {_gguf_name(slot.tensor): slot.tensor for slot in slots(arch)}
+    names = _names(gguf, meta["general.architecture"], arch)
     origins = {
         names.get(name, name): Origin(path, name, tuple(int(size) for size in reversed(tensor.shape)), tensor.tensor_type.name)
         for name, tensor in stored.items()
@@ -93,185 +74,169 @@ def open_gguf(path: Path) -> Outside:
     }
     refuse(path, mismatches(slots(arch), origins, convertible), "convert the model from its original format instead")
 
+    style = STYLES[meta["general.architecture"]]
+
     def rows(name: str, first: int, last: int) -> np.ndarray:
-        if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        if style.shifted and name.endswith("norm.weight"):
+            return dequantize(origins[name].name, first, last) - np.float32(1)
+        if not style.interleaved or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return dequantize(origins[name].name, first, last)
         c = arch.head_dim  # rows are reordered inside a head, so whole heads are read
         start, stop = first // c * c, -(-last // c) * c
         heads = dequantize(origins[name].name, start, stop)
         return interleaved_to_half(heads, len(heads) // c)[first - start : last - start]
 
-    notices = () if "llama.rope.freq_base" in meta else (f"{path} names no llama.rope.freq_base; took {_DEFAULT_THETA:g}",)
+    key = f"{meta['general.architecture']}.rope.freq_base"
+    notices = () if key in meta else (f"{path} names no {key}; took {arch.rope.theta:g}",)
     return Outside(arch, origins, rows, tokenizer_files(meta, str(path)), notices)
 
 
-def tokenizer_files(meta: Mapping[str, Any], where: str) -> dict[str, bytes]:
-    """Return tokenizer.json, tokenizer_config.json and generation_config.json made from GGUF metadata.
+class _Keys:
+    """The metadata keys of one file's architecture."""
 
-    Control tokens become special added tokens. The end tokens are the file's, and those with which its chat template
-    ends a turn.
+    def __init__(self, meta: Mapping[str, Any], where: str):
+        self.meta, self.where, self.name = meta, where, meta["general.architecture"]
 
-    Raises:
-        ValueError: the tokenizer is not a byte-level BPE whose splitting rules are known.
-    """
-    kind, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2":
-        raise ValueError(
-            f"{where}: tokenizer.ggml.model is {kind!r}; only 'gpt2' can be rebuilt, so convert the original model"
-        )
-    if pre not in PRE_TOKENIZERS:
-        known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise ValueError(f"{where}: tokenizer.ggml.pre is {pre!r}, of which the splitting rules are unknown; known: {known}")
-    tokens = meta["tokenizer.ggml.tokens"]
-    types = meta.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    if len(set(tokens)) != len(tokens) or len(types) != len(tokens):
-        raise ValueError(
-            f"{where}: tokenizer.ggml.tokens repeats a token or does not match token_type; download the file again"
-        )
-    named = {}
-    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown")):
-        index = meta.get(f"tokenizer.ggml.{key}_token_id")
-        if index is not None and not 0 <= index < len(tokens):
-            raise ValueError(f"{where}: tokenizer.ggml.{key}_token_id is {index}, and there are {len(tokens)} tokens")
-        if index is not None:
-            named[name] = tokens[index]
-    add_bos = meta.get("tokenizer.ggml.add_bos_token", pre in _ADDS_BOS)
-    if add_bos and "bos_token" not in named:
-        raise ValueError(f"{where}: tokenizer.ggml.add_bos_token is set without tokenizer.ggml.bos_token_id")
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": add_bos,
-        "add_eos_token": meta.get("tokenizer.ggml.add_eos_token", False),
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": meta.get("llama.context_length"),
-        **named,
-        "chat_template": meta.get("tokenizer.chat_template"),
-    }
-    generation = {
-        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _end_ids(meta, tokens, types),
-        "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
-    }
-    return {
-        "tokenizer.json": json.dumps(_tokenizer_json(meta, types, pre, named["bos_token"] if add_bos else None)).encode(),
-        "tokenizer_config.json": _settings_json(settings),
-        "generation_config.json": _settings_json(generation),
-    }
+    def given(self, key: str) -> Any:
+        """Return a value or None."""
+        return self.meta.get(f"{self.name}.{key}")
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """Return a positive number."""
+        value = default if self.given(key) is None else self.given(key)
+        if value is None:
+            raise ValueError(f"{self.where}: {self.name}.{key} is missing; convert the model from its original format instead")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise ValueError(f"{self.where}: {self.name}.{key} must be one positive number, got {value!r}")
+        return value
+
+    def real(self, key: str, default: Any = None) -> float:
+        """Return a positive number that is stored as float32."""
+        return _shortest(self.number(key, default))
 
 
-def _settings_json(settings: Mapping[str, Any]) -> bytes:
-    given = {key: value for key, value in settings.items() if value is not None}
-    return (json.dumps(given, ensure_ascii=False, indent=2) + "\n").encode()
+class Style(NamedTuple):
+    """How a family is stored."""
+
+    family: str
+    """Name of its row of `hf_config.FAMILIES`."""
+    theta: float = 10_000.0
+    """Base of the rotary embedding when the file names none."""
+    interleaved: bool = False
+    """Whether the two channels of a rotated pair are neighbours."""
+    shifted: bool = False
+    """Whether norm scales have the 1 in them that the family adds."""
+    period: int = 0
+    """Every so many layers one has no window; 0 for families without windows."""
+    largest: int = 0
+    """Blocks of the member whose scores are divided by the square root of width / heads (as llama.cpp tells it apart)."""
 
 
-def _end_ids(meta: Mapping[str, Any], tokens: list[str], types: list[int]) -> list[int]:
-    """Return the ids that end a turn: those the metadata names, and those the chat template writes."""
-    keys = (f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
-    template = meta.get("tokenizer.chat_template") or ""
-    written = {token for token in _TURN_ENDS if token in template}
-    ids = {index for index, token in enumerate(tokens) if token in written and types[index] == _CONTROL}
-    return sorted(ids | {meta[key] for key in keys if key in meta})
-
-
-def _tokenizer_json(meta: Mapping[str, Any], types: list[int], pre: str, bos: str | None) -> dict[str, Any]:
-    """Return the content of tokenizer.json: a byte-level BPE, with the BOS token put in front if there is one."""
-    tokens, (normalizer, split) = meta["tokenizer.ggml.tokens"], PRE_TOKENIZERS[pre]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = [
-        {"id": index, "content": token, **flags, "special": kind == _CONTROL}
-        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (_CONTROL, _USER_DEFINED)
-    ]
-    processor: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-    if bos is not None:
-        text = [{"Sequence": {"id": "A", "type_id": 0}}]
-        start = [{"SpecialToken": {"id": bos, "type_id": 0}}]
-        processor = {
-            "type": "TemplateProcessing",
-            "single": [*start, *text],
-            "pair": [*start, *text, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {bos: {"id": bos, "ids": [tokens.index(bos)], "tokens": [bos]}},
-        }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": normalizer,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": split},
-        "post_processor": processor,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre in _IGNORES_MERGES,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            # A token may hold no space, so the first space that is not the first character divides the two.
-            "merges": [[merge[: (cut := merge.index(" ", 1))], merge[cut + 1 :]] for merge in meta["tokenizer.ggml.merges"]],
-        },
-    }
+STYLES = {
+    "llama": Style("llama", interleaved=True),
+    "qwen2": Style("qwen2"),
+    "qwen3": Style("qwen3"),
+    "gemma2": Style("gemma2", shifted=True, period=2, largest=46),
+    "gemma3": Style("gemma3_text", theta=1e6, shifted=True, period=6, largest=62),
+}
 
 
 def _arch(meta: Mapping[str, Any], where: str, tied: bool, rope_factors: np.ndarray | None) -> Arch:
     """Translate the metadata into an architecture."""
-    family = meta.get("general.architecture")
-    if family != "llama":
-        raise ValueError(f"{where}: general.architecture is {family!r}; rljax loads llama")
+    if meta.get("general.architecture") not in STYLES:
+        found, known = meta.get("general.architecture"), ", ".join(STYLES)
+        raise ValueError(f"{where}: general.architecture is {found!r}; rljax loads {known}, so convert the original model")
     if meta.get("split.count", 1) > 1:
         raise ValueError(f"{where}: split.count is {meta['split.count']}; merge the parts into one file first")
-    for key in ("llama.expert_count", "llama.attention.sliding_window", "llama.attention.clamp_kqv", "llama.logit_scale"):
-        if meta.get(key):
-            raise ValueError(f"{where}: {key} is {meta[key]}; rljax does not support it")
-
-    def number(key: str, default: Any = None) -> Any:
-        value = meta.get(f"llama.{key}", default)
-        if value is None:
-            raise ValueError(f"{where}: llama.{key} is missing; convert the model from its original format instead")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise ValueError(f"{where}: llama.{key} must be one positive number, got {value!r}")
-        return value
-
-    width, heads = number("embedding_length"), number("attention.head_count")
-    head_dim = number("attention.key_length", width // heads)
+    keys = _Keys(meta, where)
+    style = STYLES[keys.name]
+    windowed = ("attention.sliding_window",) if not style.period else ()
+    for key in ("expert_count", "attention.clamp_kqv", "logit_scale", "attention.scale", *windowed):
+        if keys.given(key):
+            raise ValueError(f"{where}: {keys.name}.{key} is {keys.given(key)}; rljax does not support it")
+    width, heads = keys.number("embedding_length"), keys.number("attention.head_count")
+    head_dim = keys.number("attention.key_length", width // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if number(key, head_dim) != head_dim:
+        if keys.number(key, head_dim) != head_dim:
             raise ValueError(
-                f"{where}: llama.{key} is {number(key)}, but heads have {head_dim} channels; rljax needs both equal"
+                f"{where}: {keys.name}.{key} is {keys.number(key)}, but heads have {head_dim} channels; rljax needs both equal"
             )
-    return Arch(
-        vocab_size=number("vocab_size", len(meta.get("tokenizer.ggml.tokens", ())) or None),
-        num_layers=number("block_count"),
-        embed_dim=width,
-        num_heads=heads,
-        num_kv_heads=number("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        ffn_dim=number("feed_forward_length"),
-        rope=_rope(meta, where, number, head_dim, rope_factors),
-        norm_eps=_shortest(number("attention.layer_norm_rms_epsilon")),
-        tie_embeddings=tied,
-        max_position=number("context_length"),
-    )
+    fields: dict[str, Any] = {
+        "family": style.family,
+        "vocab_size": keys.number("vocab_size", len(meta.get("tokenizer.ggml.tokens", ())) or None),
+        "num_layers": keys.number("block_count"),
+        "embed_dim": width,
+        "num_heads": heads,
+        "num_kv_heads": keys.number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "ffn_dim": keys.number("feed_forward_length"),
+        "rope": _rope(keys, style, head_dim, rope_factors),
+        "norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+        "tie_embeddings": tied,
+        "max_position": keys.number("context_length"),
+        **FAMILIES[style.family].switches,
+    }
+    return Arch(**fields, **(_windows(keys, style, fields) if style.period else {}))
 
 
-def _rope(meta: Mapping[str, Any], where: str, number: Callable[..., Any], head_dim: int, factors: np.ndarray | None) -> Rope:
-    theta = _shortest(number("rope.freq_base", _DEFAULT_THETA))
-    kind = meta.get("llama.rope.scaling.type", "linear" if "llama.rope.scale_linear" in meta else "none")
-    if kind not in ("none", "linear"):
-        raise ValueError(f"{where}: llama.rope.scaling.type is {kind!r}; rljax supports none and linear")
+def _windows(keys: _Keys, style: Style, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what families with windows have: which layers, their rotary embedding, scores and soft caps."""
+    old, layers = style.family == "gemma2", fields["num_layers"]
+    period = keys.number("attention.sliding_window_pattern", style.period)
+    windowed = tuple(layer for layer in range(layers) if (layer + 1) % period)
+    if not old and keys.given("attention.sliding_window") is None:
+        windowed = ()
+    scalar = fields["embed_dim"] // fields["num_heads"] if layers == style.largest else fields["head_dim"]
+    caps = {"attention_soft_cap": "attn_logit_softcapping", "final_soft_cap": "final_logit_softcapping"}
+    return {
+        "window": keys.number("attention.sliding_window") if windowed else None,
+        "windowed_layers": windowed,
+        # The file names the base of the layers without window; that of the others is the family's own.
+        "windowed_rope": None if old else Rope(keys.real("rope.freq_base_swa", 10_000.0)),
+        "query_scalar": float(scalar),
+        **{field: keys.real(key) if old or keys.given(key) else None for field, key in caps.items()},
+    }
+
+
+def _rope(keys: _Keys, style: Style, head_dim: int, factors: np.ndarray | None) -> Rope:
+    theta, old = keys.real("rope.freq_base", style.theta), keys.given("rope.scale_linear")
+    kind = keys.given("rope.scaling.type") or ("none" if old is None else "linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise ValueError(f"{keys.where}: {keys.name}.rope.scaling.type is {kind!r}; rljax supports none, linear and yarn")
+    for key in (
+        "attn_factor",
+        "yarn_log_multiplier",
+        "yarn_ext_factor",
+        "yarn_attn_factor",
+        "yarn_beta_fast",
+        "yarn_beta_slow",
+    ):
+        if keys.given(f"rope.scaling.{key}") is not None:
+            raise ValueError(f"{keys.where}: {keys.name}.rope.scaling.{key} is set, and rljax does not read it from GGUF")
     if factors is None and kind == "none":
         return Rope(theta)
+    if factors is None and kind == "linear":
+        return Rope(theta, "linear", keys.real("rope.scaling.factor", old))
     if factors is None:
-        return Rope(theta, "linear", _shortest(number("rope.scaling.factor", meta.get("llama.rope.scale_linear"))))
+        factor = keys.real("rope.scaling.factor")
+        length = keys.number("rope.scaling.original_context_length")
+        # YaRN (arXiv:2309.00071) section 3.4.
+        attention = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return Rope(theta, "yarn", factor, original_max_position=length, attention_factor=attention)
     rope = Rope(theta, "llama3", _shortest(float(factors.max())), **_LLAMA3)
     implied = Rope(theta).inverse_frequencies(head_dim) / rope.inverse_frequencies(head_dim)
     if kind != "none" or factors.shape != implied.shape or not np.allclose(factors, implied, rtol=_FACTOR_RTOL):
-        raise ValueError(f"{where}: {_ROPE_FACTORS} is not the llama3 stretch rljax knows; convert the original model instead")
+        raise ValueError(
+            f"{keys.where}: {_ROPE_FACTORS} is not the llama3 stretch rljax knows; convert the original model instead"
+        )
     return rope
+
+
+def _names(gguf: Any, architecture: str, arch: Arch) -> dict[str, str]:
+    """Return the name of every tensor in a Hugging Face checkpoint by its name in the file, as the package maps them."""
+    known = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(known, arch.num_layers)
+    return {table.get_name(slot.tensor, try_suffixes=(".weight", ".bias")): slot.tensor for slot in slots(arch)}
 
 
 def _dequantizes(gguf: Any, kind: Any) -> bool:
@@ -283,33 +248,6 @@ def _dequantizes(gguf: Any, kind: Any) -> bool:
     return True
 
 
-def _gguf_name(name: str) -> str:
-    if name in _WHOLE:
-        return _WHOLE[name]
-    _, _, layer, *rest = name.removesuffix(".weight").split(".")
-    return f"blk.{layer}.{_NAMES['.'.join(rest)]}.weight"
-
-
 def _shortest(value: float) -> float:
     """Return the shortest decimal that is the same float32: 1e-05 for 9.99999974e-06."""
     return float(str(np.float32(value)))
-
-
-def _bytes(regex: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": regex}
-
-
-def _regex(numbers: str) -> list[dict[str, Any]]:
-    pattern = {"Regex": _SPLIT.format(numbers=numbers)}
-    return [{"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}, _bytes(False)]
-
-
-# Name of the splitting rules -> (normalizer, pre-tokenizers).
-PRE_TOKENIZERS: dict[str, tuple[dict[str, Any] | None, list[dict[str, Any]]]] = {
-    "gpt-2": (None, [_bytes(True)]),
-    "smollm": (None, [{"type": "Digits", "individual_digits": True}, _bytes(True)]),
-    "llama-bpe": (None, _regex(r"\p{N}{1,3}")),
-    "qwen2": ({"type": "NFC"}, _regex(r"\p{N}")),
-}
-_IGNORES_MERGES = ("llama-bpe",)
-_ADDS_BOS = ("llama-bpe",)

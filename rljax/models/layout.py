@@ -126,6 +126,11 @@ class Outside:
     notices: tuple[str, ...]
     """What was assumed or left out, for people."""
 
+    @property
+    def types(self) -> set[str]:
+        """The stored types of its tensors, in the words of the format."""
+        return {origin.dtype for origin in self.origins.values()}
+
     def read(self, name: str) -> np.ndarray:
         """Return all rows of a slot, in a floating type."""
         return self.rows(name, 0, self.origins[name].shape[0])

@@ -21,6 +21,14 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+GEMMA_NAMES = {
+    **NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 BYTE_TOKENS = [
@@ -58,7 +66,9 @@ def write_gguf(
     path: Path, weights: dict[str, torch.Tensor], meta: dict[str, Any], heads: int = 4, kv_heads: int = 2, kind: str = "F32"
 ) -> dict[str, np.ndarray]:
     """Write a model whose matrices are of type `kind`; returns the values it holds, in the source's order of rows."""
-    writer = gguf.GGUFWriter(path, meta["general.architecture"])
+    architecture = meta["general.architecture"]
+    writer, gemma = gguf.GGUFWriter(path, architecture), architecture.startswith("gemma")
+    table = GEMMA_NAMES if gemma else NAMES
     for key, value in meta.items():
         if key == "general.architecture":
             continue
@@ -67,11 +77,16 @@ def write_gguf(
     held = {}
     for name, weight in weights.items():
         array = weight.detach().numpy()
+        if gemma and name.endswith("norm.weight"):
+            array = array + 1
         chosen = gguf.GGMLQuantizationType["F32" if array.ndim == 1 else kind]
         held[name] = gguf.dequantize(gguf.quantize(array, chosen), chosen)
         part = name.removeprefix("model.layers.").split(".", 1)
-        place = NAMES.get(name) or f"blk.{part[0]}.{NAMES[part[1].removesuffix('.weight')]}.weight"
-        if "q_proj" in name or "k_proj" in name:
+        place = table.get(name)
+        if place is None:
+            inner, suffix = part[1].rsplit(".", 1)
+            place = f"blk.{part[0]}.{table[inner]}.{suffix}"
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             array = permute(array, heads if "q_proj" in name else kv_heads)
         writer.add_tensor(place, gguf.quantize(array, chosen), raw_dtype=chosen)
     writer.write_header_to_file()

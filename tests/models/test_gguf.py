@@ -73,7 +73,7 @@ def test_linear_stretch_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"general.architecture": "qwen2"}, "general.architecture"),
+        ({"general.architecture": "mamba"}, "general.architecture"),
         ({"llama.block_count": None}, "block_count"),
         ({"llama.block_count": 3}, r"model\.layers\.2\..* is missing"),
         ({"llama.block_count": 1}, r"blk\.1\..* no place"),
@@ -81,10 +81,12 @@ def test_linear_stretch_is_read(tmp_path: Path) -> None:
         ({"llama.attention.head_count_kv": 4}, "attn_k.weight .* shape"),
         ({"llama.rope.dimension_count": 8}, "dimension_count"),
         ({"llama.expert_count": 8}, "expert_count"),
-        ({"llama.rope.scaling.type": "yarn"}, "yarn"),
+        ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+        ({"llama.rope.scaling.type": "yarn"}, "scaling.factor is missing"),
+        ({"llama.attention.sliding_window": 8}, "sliding_window"),
         ({"llama.vocab_size": 98}, "token_embd"),
         ({"split.count": 2}, "split.count"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model"),
         ({"tokenizer.ggml.pre": "deepseek-llm"}, "tokenizer.ggml.pre"),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre"),
         ({"tokenizer.ggml.eos_token_id": 97}, "eos_token_id"),
