@@ -149,10 +149,25 @@ class AlgorithmConfig(Section):
         "sapo",
         "maxrl",
         "gdpo",
+        "ppo",
     ] = _option("none", "Named algorithm, which sets the defaults of this section; an option that is set wins.")
-    num_generations: int = _option(8, "Rollouts per Task.", ge=2)
-    advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo"] = _option(
-        "grpo", "How rewards become advantages: against the group, the other rollouts, or the batch."
+    num_generations: int = _option(8, "Rollouts per Task; at least 2, with a critic (gae) at least 1.", ge=1)
+    advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo", "gae"] = _option(
+        "grpo", "How rewards become advantages: against the group, the other rollouts, the batch, or a learned critic (gae)."
+    )
+    credit: Literal["rollout", "turn"] = _option(
+        "rollout", "What is compared within a group: whole rollouts, or their turns of the same number (grpo, rloo)."
+    )
+    gamma: float = _option(1.0, "Discount of later rewards: per token (gae), or per turn (credit = turn).", gt=0, le=1)
+    gae_lambda: float = _option(
+        0.95, "How far advantages trust returns over the critic: 1 looks to the end, 0 at the next token alone (gae).", ge=0, le=1
+    )
+    whiten_advantages: bool = _option(True, "Give the advantages of a batch mean 0 and standard deviation 1 over tokens (gae).")
+    cliprange_value: float | None = _option(
+        None, "How far a value may move from the one at the start of the update; `none` for any distance (gae).", gt=0
+    )
+    critic_warmup_steps: int = _option(
+        0, "Optimizer steps at the start of the run that train the critic alone (steps, gae).", ge=0
     )
     scale_rewards: Literal["group", "batch", "none"] = _option(
         "group", "Divide centred rewards by the standard deviation of the group, of the batch, or not at all (grpo, rloo)."
@@ -228,6 +243,7 @@ class AlgorithmConfig(Section):
 
     def _broken_rules(self) -> Iterator[str]:
         yield from self._broken_advantage_rules()
+        yield from self._broken_credit_rules()
         yield from self._broken_kl_rules()
         if self.surrogate != "clip" and self.epsilon_c is not None:
             yield f"algorithm.epsilon_c has no effect with algorithm.surrogate = '{self.surrogate}'; remove one"
@@ -260,6 +276,31 @@ class AlgorithmConfig(Section):
                 "algorithm.kl_in_reward can make negative; remove them"
             )
 
+    def _broken_credit_rules(self) -> Iterator[str]:
+        critic, turns = self.advantage == "gae", self.credit == "turn"
+        if self.num_generations < 2 and not critic:
+            yield (
+                f"algorithm.num_generations = 1 leaves nothing to compare a rollout with by algorithm.advantage = "
+                f"'{self.advantage}'; set at least 2, or algorithm.advantage = 'gae'"
+            )
+        if critic and self.dynamic_sampling:
+            yield (
+                "algorithm.dynamic_sampling replaces groups that teach nothing compared with themselves, and with "
+                "algorithm.advantage = 'gae' every rollout is compared with the critic; remove one"
+            )
+        names = [] if critic else ["gae_lambda", "whiten_advantages", "cliprange_value", "critic_warmup_steps"]
+        for name in [*names, *([] if critic or turns else ["gamma"])]:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                needed = "algorithm.advantage = 'gae'" + (" or algorithm.credit = 'turn'" if name == "gamma" else "")
+                yield f"algorithm.{name} has no effect without {needed}; remove it"
+        if turns and self.advantage not in ("grpo", "rloo"):
+            yield f"algorithm.credit = 'turn' is for algorithm.advantage = 'grpo' or 'rloo', not '{self.advantage}'; remove one"
+        elif turns and (self.overlong_buffer_len or (self.kl_in_reward and self.beta > 0)):
+            yield (
+                "algorithm.credit = 'turn' compares what the environment gave each turn, to which "
+                "algorithm.overlong_buffer_len and algorithm.kl_in_reward have nothing to add; remove them"
+            )
+
     def _broken_kl_rules(self) -> Iterator[str]:
         if self.kl_in_reward and self.kl_estimator in ("k3+", "k3-ratio"):
             yield (
@@ -282,6 +323,9 @@ class OptimizerConfig(Section):
     warmup_steps: int = _option(0, "Optimizer steps of linear warm-up (steps).", ge=0)
     decay_steps: int | None = _option(None, "Optimizer steps from the start to the end of the decay (steps).", ge=1)
     min_learning_rate: float = _option(0.0, "Learning rate at the end of the decay.", ge=0)
+    critic_learning_rate: float | None = _option(
+        None, "Peak learning rate of the critic, on the same schedule; default: ten times learning_rate.", gt=0
+    )
     b1: float = _option(0.9, "Decay of AdamW's first moment.", ge=0, lt=1)
     b2: float = _option(0.999, "Decay of AdamW's second moment.", ge=0, lt=1)
     eps: float = _option(1e-8, "Added to the root of the second moment.", gt=0)
@@ -360,6 +404,7 @@ class Config(Section):
     def _broken_rules(self) -> Iterator[str]:
         yield from self._uneven_portions()
         yield from self._unfit_data()
+        yield from self._unfit_critic()
         if self.sampler.temperature == 0:
             yield "sampler.temperature = 0 makes all rollouts of a group equal; set it above 0 (eval.temperature may be 0)"
 
@@ -417,6 +462,21 @@ class Config(Section):
                 f"data.num_tasks ({self.data.num_tasks}) is smaller than "
                 f"train.rollout_batch_size ({self.train.rollout_batch_size})"
             )
+
+    def _unfit_critic(self) -> Iterator[str]:
+        advantage, warmup = self.algorithm.advantage, self.algorithm.critic_warmup_steps
+        if self.optimizer.critic_learning_rate is not None and advantage != "gae":
+            yield f"optimizer.critic_learning_rate has no effect with algorithm.advantage = '{advantage}'; remove one"
+        if warmup >= self.train.steps:
+            yield (
+                f"algorithm.critic_warmup_steps ({warmup}) leave none of train.steps ({self.train.steps}) for the policy; "
+                "lower the first or raise the second"
+            )
+
+    @property
+    def critic_learning_rate(self) -> float:
+        """Peak learning rate of the critic. Ten times the policy's: it has a task of its own, and starts from nothing."""
+        return self.optimizer.critic_learning_rate or 10 * self.optimizer.learning_rate
 
     @property
     def mini_batch_size(self) -> int:

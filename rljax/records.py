@@ -157,9 +157,13 @@ class Rollout:
     """Number of model messages."""
     text: str
     """What the model wrote, for people; derived from the tokens, never encoded again."""
+    turn_rewards: tuple[float | None, ...] = ()
+    """Reward of each model message, None where it was not judged; empty where only the rollout as a whole was."""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
+        if self.turn_rewards and len(self.turn_rewards) != self.turns:
+            raise ValueError(f"Rollout.turn_rewards has {len(self.turn_rewards)} entries for {self.turns} turns")
         for name in ("provenance", "logp_behavior", "versions"):
             if len(getattr(self, name)) != n:
                 raise ValueError(f"Rollout.{name} has {len(getattr(self, name))} entries for {n} tokens")

@@ -26,10 +26,10 @@ from rljax.algorithms.losses import Metrics, ScoredTokens, combine_metrics, empt
 from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.learner.optimizer import Optimizer
-from rljax.learner.state import TrainState, abstract_state, first_reference, next_reference
+from rljax.learner.state import TrainState, abstract_state, critic_optimizer, first_critic, first_reference, next_reference
 from rljax.mesh import DATA_AXES, constrain, sharding
 from rljax.models.arch import Arch
-from rljax.models.decoder import decaying, merge
+from rljax.models.decoder import Decoder, decaying, merge
 from rljax.pytree import Params, pytree
 
 LOGIT_POSITIONS = 512
@@ -89,12 +89,15 @@ class Learner:
         self._init_reference = jax.jit(
             partial(first_reference, config=config.algorithm), out_shardings=(layout.reference, layout.beta)
         )
+        own = critic_optimizer(arch, config)
+        self._init_critic = jax.jit(partial(first_critic, optimizer=own), out_shardings=layout.critic)
         self._step = jax.jit(partial(_train_step, self), donate_argnums=0, out_shardings=(layout, None))
         self._score = jax.jit(partial(_score, self))
 
     def init(self, params: Params) -> TrainState:
         """Return the state before the first step; `params` become part of it."""
-        return TrainState(params, self._init(params), *self._init_reference(params))
+        critic = None if self._layout.critic is None else self._init_critic(params)
+        return TrainState(params, self._init(params), *self._init_reference(params), critic)
 
     def put(self, batch: Batch) -> DeviceBatch:
         """Lay a packed batch on the mesh."""
@@ -132,16 +135,20 @@ class Learner:
             return self._score(params, batch)
 
 
+def scored_hidden(decoder: Decoder, micro: DeviceBatch, config: Config) -> Float[Array, "r j d"]:
+    """Return the final hidden state before each scored token of one micro-batch is drawn."""
+    dtype = jnp.dtype(config.model.compute_dtype)
+    rows = (micro.tokens, micro.positions, micro.segments)
+    hidden, _ = decoder(*rows, parents=micro.parents, dtype=dtype, remat=config.model.remat)
+    return constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), DATA_AXES)
+
+
 def _forward(learner: Learner, params: Params, micro: DeviceBatch) -> tuple[Array, Array]:
     """Return log-probability and entropy of each scored token of one micro-batch; shared by loss and scoring."""
     config = learner.config
     decoder = merge(learner.arch, params)
-    dtype = jnp.dtype(config.model.compute_dtype)
-    rows = (micro.tokens, micro.positions, micro.segments)
-    hidden, _ = decoder(*rows, parents=micro.parents, dtype=dtype, remat=config.model.remat)
-    picked = constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), DATA_AXES)
     return token_logprobs(
-        picked,
+        scored_hidden(decoder, micro, config),
         decoder.head_table,
         micro.targets,
         temperature=config.sampler.temperature,
@@ -168,7 +175,7 @@ def _train_step(
 
     def body(index: Array, carry: tuple[Any, Metrics, Array]) -> tuple[Any, Metrics, Array]:
         grads, metrics, logps = carry
-        micro, prox, ref = jax.tree.map(lambda leaf: _micro(leaf, index), (batch, logp_prox, logp_ref))
+        micro, prox, ref = jax.tree.map(lambda leaf: micro_batch(leaf, index), (batch, logp_prox, logp_ref))
         (_, (found, logp)), fresh = jax.value_and_grad(loss, has_aux=True)(state.params, micro, prox, ref)
         logps = jax.lax.dynamic_update_index_in_dim(logps, logp, index, 0)
         return jax.tree.map(jnp.add, grads, fresh), combine_metrics(metrics, found), logps
@@ -183,18 +190,18 @@ def _train_step(
     if beta is not None and algorithm.kl_target is not None:
         measured = metrics["kl_ref"] / metrics["tokens"]
         beta = jnp.where(metrics["tokens"] > 0, next_beta(beta, measured, algorithm.kl_target, algorithm.kl_gain), beta)
-    return TrainState(update.params, update.state, reference, beta), output
+    return TrainState(update.params, update.state, reference, beta, state.critic), output
 
 
 def _score(learner: Learner, params: Params, batch: DeviceBatch) -> Float[Array, "m r j"]:
     def body(index: Array, logps: Array) -> Array:
-        micro = jax.tree.map(lambda leaf: _micro(leaf, index), batch)
+        micro = jax.tree.map(lambda leaf: micro_batch(leaf, index), batch)
         logp, _ = _forward(learner, params, micro)
         return jax.lax.dynamic_update_index_in_dim(logps, jnp.where(micro.mask, logp, 0.0), index, 0)
 
     return jax.lax.fori_loop(0, batch.num_micro, body, jnp.zeros(batch.mask.shape))
 
 
-def _micro(leaf: Array, index: Array) -> Array:
+def micro_batch(leaf: Array, index: Array) -> Array:
     """Return one micro-batch's part of a batch's array; scalars belong to all."""
     return leaf if leaf.ndim == 0 else jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False)

@@ -25,7 +25,7 @@ import numpy as np
 from rljax.config import Config
 from rljax.data.tokenizer import Tokenizer
 from rljax.envs.pool import LocalPool
-from rljax.envs.replies import Reply, score_from
+from rljax.envs.replies import Reply, score_from, turn_rewards
 from rljax.records import Completion, Group, Observation, Provenance, Rollout, StepResult, Task
 from rljax.sampler.engine import Engine, Request, draw_key
 from rljax.telemetry.profile import Clock
@@ -272,6 +272,7 @@ class Collector:
             score=score_from(episode.replies),
             turns=len(episode.texts),
             text="\n".join(episode.texts),
+            turn_rewards=turn_rewards(episode.replies, len(episode.texts)),
         )
 
     def _refuse_failure(self, groups: Sequence[Group]) -> None:
