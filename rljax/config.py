@@ -160,7 +160,7 @@ class AlgorithmConfig(Section):
     )
     gamma: float = _option(1.0, "Discount of later rewards: per token (gae), or per turn (credit = turn).", gt=0, le=1)
     gae_lambda: float = _option(
-        0.95, "How far advantages trust returns over the critic: 1 looks to the end, 0 at the next token alone (gae).", ge=0, le=1
+        0.95, "How far advantages trust returns: 1 to the end of the rollout, 0 to the next token's value (gae).", ge=0, le=1
     )
     whiten_advantages: bool = _option(True, "Give the advantages of a batch mean 0 and standard deviation 1 over tokens (gae).")
     cliprange_value: float | None = _option(

@@ -169,12 +169,11 @@ def least_scored(config: AlgorithmConfig) -> int:
     return 1 if config.advantage == "gae" else 2
 
 
-def group_outcomes(
-    rewards: Sequence[float | None], group_ids: Sequence[Hashable], least: int = 2
-) -> tuple[GroupOutcome, ...]:
+def group_outcomes(rewards: Sequence[float | None], group_ids: Sequence[Hashable], least: int = 2) -> tuple[GroupOutcome, ...]:
     """Judge each group, in order of first appearance: scored rollouts, mean, whether its rewards are all equal.
 
-    A group with fewer than `least` scored rollouts is dropped. Equality is by range, max - min <= 1e-6 * max(1, max |R|), never by a computed deviation.
+    A group with fewer than `least` scored rollouts is dropped. Equality is by range, max - min <= 1e-6 * max(1, max |R|),
+    never by a computed deviation.
     Raises ValueError for a reward that is not finite.
     """
     assert len(rewards) == len(group_ids), (len(rewards), len(group_ids))

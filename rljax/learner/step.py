@@ -96,8 +96,9 @@ class Learner:
 
     def init(self, params: Params) -> TrainState:
         """Return the state before the first step; `params` become part of it."""
+        reference, beta = self._init_reference(params)
         critic = None if self._layout.critic is None else self._init_critic(params)
-        return TrainState(params, self._init(params), *self._init_reference(params), critic)
+        return TrainState(params, self._init(params), reference, beta, critic)
 
     def put(self, batch: Batch) -> DeviceBatch:
         """Lay a packed batch on the mesh."""

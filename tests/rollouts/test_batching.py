@@ -9,7 +9,7 @@ from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.recipe import load
 from rljax.records import FinishReason, Group, Provenance, Rollout, Score, Task
-from rljax.rollouts.batching import Prepared, batch_shape, informative_groups, needs_revision, prepare, revise
+from rljax.rollouts.batching import Prepared, batch_shape, informative_groups, needs_logprobs, prepare, revise
 
 PROMPT = 3  # tokens
 
@@ -199,10 +199,10 @@ def scores_like(prepared: Prepared, of_rollout: Callable[[int], float]) -> list[
 def test_the_divergence_comes_off_the_reward_of_each_rollout(portions: tuple[str, ...]) -> None:
     options = (*portions, "algorithm.kl_in_reward=true", "algorithm.beta=0.1", "algorithm.kl_estimator=k1")
     config = settings(*options, "algorithm.scale_rewards=none")
-    assert needs_revision(config)
+    assert needs_logprobs(config)
     prepared = prepare([ONE, TWO], config, batch_shape(config, 1))
     prox, ref = scores_like(prepared, lambda index: -1.0), scores_like(prepared, lambda index: -1.0 - 0.5 * (index % 4))
-    revised = revise(prepared, [ONE, TWO], config, prox, ref, 0.2)  # the weight of this step, not of the recipe
+    revised = revise(prepared, [ONE, TWO], config, prox, ref, None, 0.2)  # the weight of this step, not of the recipe
     net = np.array([1.0, 0.0, 0.0, 0.0]) - 0.2 * 0.5 * np.arange(4) * np.array([2, 3, 4, 5])
     assert revised.advantages.values[:4].tolist() == pytest.approx((net - net.mean()).tolist(), rel=1e-5)
     assert of(revised.batches[0], "advantage", 3) == pytest.approx([net[3] - net.mean()] * 5, rel=1e-5)
@@ -216,7 +216,7 @@ def test_each_token_has_the_return_of_what_comes_after_it() -> None:
     config = settings("algorithm.preset=reinforce_pp", "algorithm.beta=0.1")
     prepared = prepare([ONE, TWO], config, batch_shape(config, 1))
     prox, ref = scores_like(prepared, lambda index: -1.0), scores_like(prepared, lambda index: -2.0)
-    (batch,) = revise(prepared, [ONE, TWO], config, prox, ref, 0.1).batches
+    (batch,) = revise(prepared, [ONE, TWO], config, prox, ref, None, 0.1).batches
     got = of(batch, "advantage", 0)  # 2 tokens: 1 - 0.2 and 1 - 0.1, whitened
     all_returns = np.concatenate(
         [[r - 0.1 * (n - t) for t in range(n)] for r, n in zip([1, 0, 0, 0, 0, 0, 1, 1], [2, 3, 4, 5] * 2, strict=True)]
@@ -232,7 +232,7 @@ def test_what_is_too_far_from_the_sampler_leaves_the_loss_and_its_denominators(l
     prepared = prepare([ONE, TWO], config, batch_shape(config, 1))
     far = np.log([1.0, 3.0, 1 / 3, 1.2])
     prox = scores_like(prepared, lambda index: -1.0 + float(far[index % 4]) * (index < 4))
-    revised = revise(prepared, [ONE, TWO], config, prox, None, 0.0)
+    revised = revise(prepared, [ONE, TWO], config, prox, None, None, 0.0)
     first, second = revised.batches
     assert sorted(set(first.rollout[first.mask].tolist())) == [index for index in range(4) if index not in gone]
     remaining = sum([2, 3, 4, 5][index] for index in range(4) if index not in gone)
