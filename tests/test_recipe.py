@@ -414,6 +414,10 @@ def test_every_option_arrives_where_it_was_set(tmp_path: Path) -> None:
     )
     companions["algorithm.proximal"] = 'algorithm.rollout_is="none"'
     companions["algorithm.reward_weights"] = 'algorithm.advantage="gdpo"'
+    of_critic = ("gamma", "gae_lambda", "whiten_advantages", "cliprange_value", "critic_warmup_steps")
+    companions |= dict.fromkeys(
+        (*(f"algorithm.{name}" for name in of_critic), "optimizer.critic_learning_rate"), 'algorithm.advantage="gae"'
+    )
     for (section, name), option in recipe._OPTIONS.items():
         key = f"{section}.{name}"
         if key == "algorithm.preset":
