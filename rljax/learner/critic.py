@@ -41,7 +41,7 @@ class Critic:
     def __init__(self, learner: Learner):
         """Prepare the programs; they compile on first use, once, whatever the rollouts' lengths."""
         assert learner.abstract_state.critic is not None, "the learner keeps no state for a critic"
-        self.mesh, self.config, self.arch = learner.mesh, learner.config, critic_arch(learner.arch)
+        self.learner, self.arch = learner, critic_arch(learner.arch)
         self.optimizer = critic_optimizer(learner.arch, learner.config)
         self._layout = jax.tree.map(lambda leaf: leaf.sharding, learner.abstract_state.critic)
         self._values = jax.jit(partial(_values, self))
@@ -49,11 +49,11 @@ class Critic:
 
     def put(self, slots: Float[np.ndarray, "m r j"]) -> Float[Array, "m r j"]:
         """Lay numbers of a batch's scored tokens on the mesh, as the batch lies."""
-        return jax.device_put(slots, sharding(self.mesh, None, DATA_AXES))
+        return jax.device_put(slots, sharding(self.learner.mesh, None, DATA_AXES))
 
     def values(self, params: Params, batch: DeviceBatch) -> Float[Array, "m r j"]:
         """Return the value of the state before each scored token of the batch is drawn; 0 in filler slots."""
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self.learner.mesh):
             return self._values(params, batch)
 
     def step(
@@ -67,13 +67,13 @@ class Critic:
             values: Values when the returns were computed, from `values`.
             returns: What the value of each scored token should be; see `put`.
         """
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self.learner.mesh):
             return self._step(state, batch, values, returns)
 
 
 def _forward(critic: Critic, params: Params, micro: DeviceBatch) -> Float[Array, "r j"]:
     """Return the value before each scored token of one micro-batch, in float32 whatever the trunk computes in."""
-    hidden = scored_hidden(merge(critic.arch, params["trunk"]), micro, critic.config)
+    hidden = scored_hidden(merge(critic.arch, params["trunk"]), micro, critic.learner.config)
     return jnp.einsum("rjd,d->rj", hidden.astype(jnp.float32), params["value"])
 
 
@@ -90,7 +90,7 @@ def _critic_step(
     critic: Critic, state: CriticState, batch: DeviceBatch, values: Array, returns: Array
 ) -> tuple[CriticState, CriticOutput]:
     weight = 1.0 / jnp.maximum(jnp.sum(batch.mask.astype(jnp.float32)), 1.0)  # one denominator for all micro-batches
-    cliprange = critic.config.algorithm.cliprange_value
+    cliprange = critic.learner.config.algorithm.cliprange_value
 
     def loss(params: Params, micro: DeviceBatch, old: Array, target: Array) -> tuple[Array, ValueMetrics]:
         return value_loss(_forward(critic, params, micro), old, target, weight, micro.mask, cliprange)

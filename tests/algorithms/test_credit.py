@@ -105,8 +105,8 @@ def test_what_the_environment_writes_is_no_state_of_its_own():
 
 def test_rewards_land_on_the_last_token_of_their_turn_and_the_rest_on_the_last_of_all():
     got = token_rewards(np.array([*REWARDS, 7.0]), np.array([*LENGTHS, 0]), [*TURNS, [Turn(7.0, 0)]])
-    want = [0, 0.5, 0, 0, 1.0] + [0, 0, 0, 0, -0.75] + [2.0] + [0, 0, 0.25, 0, 0, -0.125]
-    assert got.tolist() == want
+    rows = np.split(got, np.cumsum(LENGTHS)[:-1])
+    assert [row.tolist() for row in rows] == [[0, 0.5, 0, 0, 1.0], [0, 0, 0, 0, -0.75], [2.0], [0, 0, 0.25, 0, 0, -0.125]]
 
 
 def test_whitening_is_over_the_tokens_of_the_batch_and_leaves_returns_alone():

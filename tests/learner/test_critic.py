@@ -13,8 +13,8 @@ from rljax.data.packing import Batch
 from rljax.learner.critic import Critic
 from rljax.learner.state import CriticState
 from rljax.pytree import leaf_names
-from tests.reference import decoder, grpo
 from tests.reference import critic as reference
+from tests.reference import decoder, grpo
 from tests.tiny_model import ARCH, batch_of, first_state, host_params, learner_of, placed, some_groups, spread
 
 CLIP = 0.5

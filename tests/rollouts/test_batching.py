@@ -271,7 +271,9 @@ def test_a_critics_values_become_advantages_and_returns_in_the_slots_of_their_to
 
 
 def test_a_critic_needs_no_log_probabilities_of_its_own() -> None:
-    config = settings("algorithm.advantage=gae", "algorithm.mask_truncated_completions=true", "algorithm.whiten_advantages=false")
+    config = settings(
+        "algorithm.advantage=gae", "algorithm.mask_truncated_completions=true", "algorithm.whiten_advantages=false"
+    )
     assert not needs_logprobs(config)
     cut = group("one", [1.0, None, 0.5, 1.0])
     cut = Group(cut.task, (*cut.rollouts[:3], rollout("one", 3, 1.0, 5, "length")))
