@@ -239,7 +239,8 @@ class AlgorithmConfig(Section):
         """Say in a line what is combined, for people."""
         kl = f"KL {self.kl_estimator} in the {'reward' if self.kl_in_reward else 'loss'}" if self.beta > 0 else "no KL"
         named = "" if self.preset == "none" else f"{self.preset}: "
-        return f"{named}{self.advantage} advantages, {self.surrogate} surrogate, {self.loss_agg_mode}, {kl}"
+        turns = " by turn" if self.credit == "turn" else ""
+        return f"{named}{self.advantage} advantages{turns}, {self.surrogate} surrogate, {self.loss_agg_mode}, {kl}"
 
     def _broken_rules(self) -> Iterator[str]:
         yield from self._broken_advantage_rules()

@@ -312,8 +312,8 @@ def by_turn(scored: Scored, config: AlgorithmConfig, row: Callable[[Scored, Algo
         turn = Scored(rewards, scored.groups[chosen], lengths, nothing, {}, [], nothing)
         for index, credit in zip(chosen, row(turn, config).rollouts, strict=True):
             credits[index][number] = float(credit)
-    lengths = [turn.tokens for own in scored.turns for turn in own]
-    tokens = np.repeat([credit for own in credits for credit in own], lengths)
+    lengths = np.array([turn.tokens for own in scored.turns for turn in own], np.int64)
+    tokens = np.repeat(np.array([credit for own in credits for credit in own], np.float64), lengths)
     return Values(np.array([own[0] if own else 0.0 for own in credits]), tokens)
 
 

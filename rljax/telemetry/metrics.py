@@ -85,7 +85,7 @@ def _as_number(name: str, value: Any) -> int | float:
 _TIME = {
     "sampling": "generating tokens, scoring their log-probabilities under the sampler included",
     "env_wait": "waiting for environments while no token could be generated",
-    "scoring": "scoring log-probabilities under the learner and packing batches",
+    "scoring": "scoring log-probabilities under the learner and a critic's values, and packing batches",
     "update": "forward, backward and optimizer update",
     "publish": "casting and resharding new weights for the sampler",
     "checkpoint": "saving, as far as the run had to wait for it",

@@ -106,10 +106,10 @@ def by_hand() -> tuple[float, int, Any]:
     found, old, returns = rows()
     params = jax.tree.map(jnp.array, own_params())
     values, pull = jax.vjp(jax.jit(lambda params: plain_values(params, found.tokens, jnp)), params)
-    total, cut = 0.0, 0
+    known, total, cut = (np.asarray(values), old, returns), 0.0, 0
     slope, count = np.zeros(found.by_model.shape, np.float32), int(found.by_model.sum())
     for place in zip(*np.nonzero(found.by_model), strict=True):
-        loss, slope[place] = reference.loss(*(float(known[place]) for known in (values, old, returns)), CLIP)
+        loss, slope[place] = reference.loss(*(float(numbers[place]) for numbers in known), CLIP)
         total, cut = total + loss, cut + (slope[place] == 0.0)
     return total / count, cut, jax.device_get(pull(jnp.array(slope / count))[0])
 
