@@ -88,11 +88,10 @@ def revise(
     values: Sequence[Float[np.ndarray, "m r j"]] | None,
     beta: float,
 ) -> Prepared:
-    """Take the divergence off the rewards (`kl_in_reward`), tokens far from the sampler out of the loss (`rollout_rs`), and
-    the critic's values off the returns (`gae`).
+    """Bring what was scored into advantages, mask and weights.
 
-    Rollouts stay where they were packed; advantages, mask and weights are made again. What is rejected leaves the
-    denominators too, but its reward stays in the statistics of its group and of the batch, and so do the costs.
+    Takes the divergence off the rewards (`kl_in_reward`), tokens far from the sampler out of the loss (`rollout_rs`), and
+    the critic's values off the returns (`gae`). Rollouts stay where they were packed. What is rejected leaves the denominators too, but its reward stays in the statistics of its group and of the batch, and so do the costs.
 
     Args:
         prepared: From `prepare`, with the same groups.
@@ -104,7 +103,7 @@ def revise(
         values: The same of the critic's values; None without one.
         beta: Weight of the divergence at this step.
     """
-    algorithm, batches = config.algorithm, list(prepared.batches)
+    algorithm, batches = config.algorithm, prepared.batches
     order = [_slots_by_rollout(batch) for batch in batches]
     rollouts, owners = _members(groups)
     lengths = loss_lengths(rollouts, prepared.advantages.used, mask_truncated=algorithm.mask_truncated_completions)
