@@ -91,7 +91,8 @@ def revise(
     """Bring what was scored into advantages, mask and weights.
 
     Takes the divergence off the rewards (`kl_in_reward`), tokens far from the sampler out of the loss (`rollout_rs`), and
-    the critic's values off the returns (`gae`). Rollouts stay where they were packed. What is rejected leaves the denominators too, but its reward stays in the statistics of its group and of the batch, and so do the costs.
+    the critic's values off the returns (`gae`). Rollouts stay where they were packed. What is rejected leaves the
+    denominators too, but its reward stays in the statistics of its group and of the batch, and so do the costs.
 
     Args:
         prepared: From `prepare`, with the same groups.
