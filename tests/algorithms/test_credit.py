@@ -212,12 +212,12 @@ def test_a_turn_after_the_last_verdict_enters_no_statistics():
     np.testing.assert_allclose(got.tokens, want, rtol=0, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_without_a_scored_rollout_there_is_no_credit():
     got = estimate_advantages([None, None], [0, 0], AlgorithmConfig(credit="turn"), lengths=np.array([2, 1]), turns=[[], []])
     assert (got.tokens.tolist(), got.used.tolist()) == ([], [False, False])
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_with_single_turns_credit_by_turn_is_credit_by_rollout(scale):
     rewards, groups, lengths = [1.0, 0.0, 0.0, 2.0, 5.0], [0, 0, 0, 1, 1], np.array([2, 1, 3, 1, 2])
     whole, turns = (
