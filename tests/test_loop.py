@@ -143,6 +143,7 @@ def test_a_run_with_everything_that_moves_continues_to_the_same_bits(tmp_path: P
 CRITIC = (
     *("algorithm.preset=ppo", "algorithm.num_generations=1", "train.rollout_batch_size=16", "train.mini_batch_size=8"),
     *("algorithm.critic_warmup_steps=2", "checkpoint.every=2", "checkpoint.keep=9"),
+    "optimizer.critic_learning_rate=0.001",  # small enough that not every value is clipped at the second update
 )
 """PPO on single rollouts: two mini-batches, the first batch for the critic alone."""
 

@@ -346,10 +346,10 @@ def test_the_rendered_tree_shows_values_types_and_sources(tmp_path: Path) -> Non
     config, sources = load_with_sources(write(tmp_path, "[optimizer]\nlearning_rate = 1e-5\n"), ["train.steps=1e1"])
     text = render(config, sources)
     lines = text.splitlines()
-    assert "learning_rate = 1e-05    # recipe.toml:2" in lines
+    assert "learning_rate = 1e-05          # recipe.toml:2" in lines
     assert any(line.startswith("steps = 10 ") and line.endswith("# command line") for line in lines)
-    assert "max_grad_norm = 1.0      # default" in lines
-    assert 'decay_steps = "none"     # default' in lines
+    assert "max_grad_norm = 1.0            # default" in lines
+    assert 'decay_steps = "none"           # default' in lines
     assert "#" not in render(config)
 
 
