@@ -1,52 +1,22 @@
 """The configuration: one frozen tree of sections, read from a TOML recipe and `key.path=value` overrides.
 
-Owns every option, its default, its meaning and the rules between options. Loading (files, overrides, errors with
-the place and the remedy) is in `recipe.py`. Refuses to own device facts: what depends on the number of devices or
-on the model is checked where those are known. Imports no jax, and of rljax the table of presets alone.
+Owns every option but those of the algorithm (`algorithm_config.py`), its default, its meaning and the rules between options.
+Loading (files, overrides, errors with the place and the remedy) is in `recipe.py`. Refuses to own device facts: what depends
+on the number of devices or on the model is checked where those are known. Imports no jax.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
-from rljax.presets import PRESETS
+from rljax.algorithm_config import AlgorithmConfig
+from rljax.section import Section, option
 
 DType = Literal["float32", "bfloat16"]
-
-CHECKING_RULES: ContextVar[bool] = ContextVar("checking_rules", default=False)
-"""Whether a section is checking its rules: reading an option for that is no use of it (see `recipe.record_reads`)."""
-
-
-def _option(default: Any, text: str, **limits: Any) -> Any:
-    """Declare one option: its default, its one-sentence meaning with the unit, and its limits."""
-    return Field(default, description=text, **limits)
-
-
-class Section(BaseModel):
-    """A frozen group of options; an unknown key or a value of the wrong type is an error, never a default."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _keep_rules(self) -> "Section":
-        checking = CHECKING_RULES.set(True)
-        try:
-            broken = list(self._broken_rules())
-        finally:
-            CHECKING_RULES.reset(checking)
-        if broken:
-            raise ValueError("\n".join(broken))
-        return self
-
-    def _broken_rules(self) -> Iterator[str]:
-        """Yield one sentence per broken rule between options, naming each option as `section.name`."""
-        yield from ()
-
 
 PathOption = Annotated[Path, Field(strict=False)]
 
@@ -54,17 +24,17 @@ PathOption = Annotated[Path, Field(strict=False)]
 class RunConfig(Section):
     """Where a run lives and what seeds it."""
 
-    dir: PathOption = _option(Path("runs/default"), "Run directory: configuration, metrics, rollouts and checkpoints.")
-    seed: int = _option(0, "Root of every random draw of the run.", ge=0, lt=2**32)
+    dir: PathOption = option(Path("runs/default"), "Run directory: configuration, metrics, rollouts and checkpoints.")
+    seed: int = option(0, "Root of every random draw of the run.", ge=0, lt=2**32)
 
 
 class ModelConfig(Section):
     """The policy."""
 
-    checkpoint: PathOption = _option(Path("checkpoints/model"), "Checkpoint directory written by `rljax convert`.")
-    param_dtype: DType = _option("float32", "Type of the stored (master) parameters.")
-    compute_dtype: DType = _option("float32", "Type of the products in training and scoring; logits stay float32.")
-    remat: Literal["none", "dots", "full"] = _option(
+    checkpoint: PathOption = option(Path("checkpoints/model"), "Checkpoint directory written by `rljax convert`.")
+    param_dtype: DType = option("float32", "Type of the stored (master) parameters.")
+    compute_dtype: DType = option("float32", "Type of the products in training and scoring; logits stay float32.")
+    remat: Literal["none", "dots", "full"] = option(
         "dots", "What the backward pass recomputes: nothing, all but the large products, or every layer."
     )
 
@@ -72,16 +42,16 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters: small factors are trained, and the model of `model.checkpoint` stays as it is."""
 
-    rank: int = _option(0, "Inner dim of the factors; 0 trains the model's own parameters.", ge=0)
-    alpha: float = _option(32.0, "Numerator of the scale of their product.", gt=0)
-    rslora: bool = _option(False, "Divide alpha by the square root of the rank instead of the rank (rsLoRA).")
-    dropout: float = _option(0.0, "Probability that the factors do not see a value of their input in training.", ge=0, lt=1)
-    target_modules: tuple[str, ...] = _option(
+    rank: int = option(0, "Inner dim of the factors; 0 trains the model's own parameters.", ge=0)
+    alpha: float = option(32.0, "Numerator of the scale of their product.", gt=0)
+    rslora: bool = option(False, "Divide alpha by the square root of the rank instead of the rank (rsLoRA).")
+    dropout: float = option(0.0, "Probability that the factors do not see a value of their input in training.", ge=0, lt=1)
+    target_modules: tuple[str, ...] = option(
         ("all-linear",),
         "Projections with factors, of q_proj k_proj v_proj o_proj gate_proj up_proj down_proj; `all-linear` alone for all.",
         min_length=1,
     )
-    adapter: PathOption | None = _option(None, "Begin with this adapter of the same model: the adapter/ of another run.")
+    adapter: PathOption | None = option(None, "Begin with this adapter of the same model: the adapter/ of another run.")
 
     def _broken_rules(self) -> Iterator[str]:
         if "all-linear" in self.target_modules and len(self.target_modules) > 1:
@@ -95,11 +65,11 @@ class LoraConfig(Section):
 class MeshConfig(Section):
     """The device mesh shared by learner and sampler. The product of the axes must equal the number of devices."""
 
-    replica: int = _option(1, "Copies of the parameters that split the batch (devices).", ge=1)
-    fsdp: int = _option(-1, "Devices that split parameters and batch; -1 takes what the other axes leave.", ge=-1)
-    context: int = _option(1, "Devices that split the sequence (devices).", ge=1)
-    expert: int = _option(1, "Devices that split the experts (devices).", ge=1)
-    tensor: int = _option(1, "Devices that split heads, ffn and vocabulary (devices).", ge=1)
+    replica: int = option(1, "Copies of the parameters that split the batch (devices).", ge=1)
+    fsdp: int = option(-1, "Devices that split parameters and batch; -1 takes what the other axes leave.", ge=-1)
+    context: int = option(1, "Devices that split the sequence (devices).", ge=1)
+    expert: int = option(1, "Devices that split the experts (devices).", ge=1)
+    tensor: int = option(1, "Devices that split heads, ffn and vocabulary (devices).", ge=1)
 
     def _broken_rules(self) -> Iterator[str]:
         if self.fsdp == 0:
@@ -109,22 +79,22 @@ class MeshConfig(Section):
 class DataConfig(Section):
     """Where the tasks come from."""
 
-    source: Literal["generated", "file"] = _option("generated", "Tasks made by the environment, or read from `data.path`.")
-    path: PathOption | None = _option(None, "A .jsonl or .parquet file of tasks (`id`, `messages` or `prompt`, `answer`).")
-    num_tasks: int = _option(4096, "Number of generated tasks in one epoch.", ge=1)
-    shuffle: bool = _option(True, "Shuffle each epoch; the order is a pure function of (seed, epoch, index).")
+    source: Literal["generated", "file"] = option("generated", "Tasks made by the environment, or read from `data.path`.")
+    path: PathOption | None = option(None, "A .jsonl or .parquet file of tasks (`id`, `messages` or `prompt`, `answer`).")
+    num_tasks: int = option(4096, "Number of generated tasks in one epoch.", ge=1)
+    shuffle: bool = option(True, "Shuffle each epoch; the order is a pure function of (seed, epoch, index).")
 
 
 class EnvConfig(Section):
     """The environment and the pool of CPU processes it runs in."""
 
-    name: str = _option("arithmetic", "Registered environment, or `package.module:Class`.")
-    options: dict[str, Any] = _option({}, "Options of that environment; checked by the environment itself.")
-    workers: int = _option(2, "Worker processes per host.", ge=1)
-    reset_timeout: float = _option(30.0, "Deadline of one reset (seconds); the worker is killed past it.", gt=0)
-    step_timeout: float = _option(30.0, "Deadline of one step, scoring included (seconds); the worker is killed past it.", gt=0)
-    max_retries: int = _option(1, "Further tries of a rollout whose environment failed before it was scored.", ge=0)
-    max_failure_fraction: float = _option(
+    name: str = option("arithmetic", "Registered environment, or `package.module:Class`.")
+    options: dict[str, Any] = option({}, "Options of that environment; checked by the environment itself.")
+    workers: int = option(2, "Worker processes per host.", ge=1)
+    reset_timeout: float = option(30.0, "Deadline of one reset (seconds); the worker is killed past it.", gt=0)
+    step_timeout: float = option(30.0, "Deadline of one step, scoring included (seconds); the worker is killed past it.", gt=0)
+    max_retries: int = option(1, "Further tries of a rollout whose environment failed before it was scored.", ge=0)
+    max_failure_fraction: float = option(
         0.5, "Stop the run when more than this share of a batch's rollouts could not be scored.", ge=0, le=1
     )
 
@@ -132,35 +102,35 @@ class EnvConfig(Section):
 class SamplerConfig(Section):
     """The compiled sampler."""
 
-    slots: int = _option(64, "Rollouts decoded at the same time, over all devices.", ge=1)
-    max_prompt_length: int = _option(128, "Longest templated prompt (tokens); longer tasks are dropped before the run.", ge=1)
-    max_completion_length: int = _option(128, "Longest completion (tokens).", ge=1)
-    cache_tokens: int | None = _option(
+    slots: int = option(64, "Rollouts decoded at the same time, over all devices.", ge=1)
+    max_prompt_length: int = option(128, "Longest templated prompt (tokens); longer tasks are dropped before the run.", ge=1)
+    max_completion_length: int = option(128, "Longest completion (tokens).", ge=1)
+    cache_tokens: int | None = option(
         None,
         "Tokens that the cache holds, over all slots and devices; default: every slot at its longest. With less, rollouts wait "
         "for room, and the youngest starts again when those that run outgrow it.",
         ge=2,
     )
-    temperature: float = _option(1.0, "Divides the logits before the draw; 0 takes the most likely token.", ge=0)
-    stop: tuple[str, ...] = _option(
+    temperature: float = option(1.0, "Divides the logits before the draw; 0 takes the most likely token.", ge=0)
+    stop: tuple[str, ...] = option(
         (),
         "Strings that end a message, in training and evaluation: its tokens end with the one that completes the string, its "
         "text before the string.",
     )
-    decode_chunk: int = _option(8, "Decode steps between two looks by the host (steps).", ge=1)
-    prefill_chunk: int = _option(
+    decode_chunk: int = option(8, "Decode steps between two looks by the host (steps).", ge=1)
+    prefill_chunk: int = option(
         256,
         "Tokens of one prompt that are computed between two chunks of decode steps; a long one would hold those up.",
         ge=1,
     )
-    warm_up: bool = _option(
+    warm_up: bool = option(
         False, "Compile all programs of the sampler before the first rollout, so that no later one waits for a compiler."
     )
-    reuse_cache: bool = _option(
+    reuse_cache: bool = option(
         True, "Keep a rollout's cache while its environment works, so that the next turn computes only what is new."
     )
-    dtype: DType = _option("float32", "Type of the sampler's parameters, products and cache.")
-    lora: Literal["merged", "separate"] = _option(
+    dtype: DType = option("float32", "Type of the sampler's parameters, products and cache.")
+    lora: Literal["merged", "separate"] = option(
         "merged",
         "An adapter is published inside a merged copy of the weights, or on its own beside a copy that is made once.",
     )
@@ -177,168 +147,22 @@ class SamplerConfig(Section):
             yield "sampler.stop holds an empty string, which would end every message at once; remove it"
 
 
-class AlgorithmConfig(Section):
-    """The policy gradient, as rows of advantage, surrogate, aggregation, KL and correction; formulas in docs/math.md."""
-
-    preset: Literal[
-        "none",
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "dapo",
-        "gspo",
-        "gspo_token",
-        "cispo",
-        "sapo",
-        "maxrl",
-        "gdpo",
-    ] = _option("none", "Named algorithm, which sets the defaults of this section; an option that is set wins.")
-    num_generations: int = _option(8, "Rollouts per Task.", ge=2)
-    advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo"] = _option(
-        "grpo", "How rewards become advantages: against the group, the other rollouts, or the batch."
-    )
-    scale_rewards: Literal["group", "batch", "none"] = _option(
-        "group", "Divide centred rewards by the standard deviation of the group, of the batch, or not at all (grpo, rloo)."
-    )
-    reward_weights: dict[str, float] = _option({}, "Weight of each named reward of the environment (gdpo).")
-    overlong_buffer_len: int = _option(
-        0, "Tokens before the length limit in which a penalty grows; 0 for none, -1 for a fifth of the limit.", ge=-1
-    )
-    overlong_penalty_factor: float = _option(1.0, "Penalty of a message that reaches the length limit (reward).", gt=0)
-    dynamic_sampling: bool = _option(False, "Replace groups whose rewards are all equal by groups of new tasks.")
-    dynamic_sampling_max_rounds: int = _option(
-        10, "Stop the run when so many rounds of sampling have not filled a batch (rounds).", ge=1
-    )
-    surrogate: Literal["clip", "cispo", "sapo", "reinforce"] = _option("clip", "Per-token loss of the policy.")
-    importance_sampling_level: Literal["token", "sequence", "sequence-token"] = _option(
-        "token", "Importance ratio per token, per rollout, or per rollout with the gradient of each token."
-    )
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = _option(
-        "token-mean", "How per-token losses become one number; each denominator is global to the optimizer step."
-    )
-    epsilon: float = _option(0.2, "Lower clip range of the importance ratio (clip, cispo); 1 for no lower bound.", ge=0, le=1)
-    epsilon_high: float = _option(0.28, "Upper clip range of the importance ratio (clip, cispo).", ge=0)
-    epsilon_c: float | None = _option(
-        None, "Dual clip: bound of the importance ratio where the advantage is negative (clip); `none` for no bound.", gt=1
-    )
-    sapo_temperature_pos: float = _option(1.0, "Steepness of the soft gate where the advantage is positive (sapo).", gt=0)
-    sapo_temperature_neg: float = _option(1.05, "Steepness of the soft gate where the advantage is not positive (sapo).", gt=0)
-    entropy_coef: float = _option(0.0, "Weight of the entropy bonus.", ge=0)
-    beta: float = _option(0.0, "Weight of the KL divergence to the reference policy.", ge=0)
-    kl_estimator: Literal["k1", "k2", "k3", "k3+", "k3-ratio"] = _option("k3", "Estimator of that divergence.")
-    kl_in_reward: bool = _option(False, "Take the divergence off the reward instead of adding it to the loss.")
-    kl_target: float | None = _option(
-        None, "Adapt the weight so that the divergence per token comes to this (nats); `none` keeps the weight.", gt=0
-    )
-    kl_gain: float = _option(0.1, "How fast the weight adapts: its largest relative change per step is a fifth of this.", gt=0)
-    reference_sync_steps: int = _option(
-        0, "Optimizer steps between two updates of the reference policy (steps); 0 keeps the initial one.", ge=0
-    )
-    reference_mixup_alpha: float = _option(
-        1.0, "Share of the current policy in the updated reference: 1 replaces it, less makes it an average.", gt=0, le=1
-    )
-    num_iterations: int = _option(1, "Passes over each batch of rollouts.", ge=1)
-    proximal: Literal["learner", "behavior"] = _option(
-        "learner", "Policy that the importance ratio is against: the learner's at the start of the update, or the sampler's."
-    )
-    rollout_is: Literal["none", "token", "sequence", "geometric"] = _option(
-        "token", "Level of the importance weights that correct for the sampler-learner gap."
-    )
-    rollout_is_mode: Literal["truncate", "mask"] = _option(
-        "truncate", "Cut weights at their bounds, or give tokens outside of them the weight 0."
-    )
-    rollout_is_threshold: float = _option(2.0, "Upper bound of those weights.", gt=0)
-    rollout_is_threshold_lower: float = _option(0.0, "Lower bound of those weights.", ge=0)
-    rollout_rs: Literal["none", "token", "sequence", "geometric"] = _option(
-        "none", "Level at which tokens or rollouts too far from the sampler leave the loss and its denominators."
-    )
-    rollout_rs_threshold: float = _option(2.0, "Largest ratio of learner to sampler that stays.", gt=0)
-    rollout_rs_threshold_lower: float = _option(0.5, "Smallest ratio of learner to sampler that stays.", ge=0)
-    routing_replay: bool = _option(
-        False, "Send tokens to the same experts in the learner as in the sampler (models with experts)."
-    )
-    router_z_loss_coef: float = _option(0.0, "Weight of the loss that keeps routers' scores small (models with experts).", ge=0)
-    router_balance_loss_coef: float = _option(
-        0.0, "Weight of the loss that spreads tokens over experts (models with experts); costs a forward pass per step.", ge=0
-    )
-    mask_truncated_completions: bool = _option(False, "Leave rollouts that hit the length limit out of the loss.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _apply_preset(cls, options: Any) -> Any:
-        """Put the preset's values where nothing was set."""
-        preset = options.get("preset") if isinstance(options, dict) else None
-        return {**PRESETS[preset], **options} if isinstance(preset, str) and preset in PRESETS else options
-
-    def describe(self) -> str:
-        """Say in a line what is combined, for people."""
-        kl = f"KL {self.kl_estimator} in the {'reward' if self.kl_in_reward else 'loss'}" if self.beta > 0 else "no KL"
-        named = "" if self.preset == "none" else f"{self.preset}: "
-        return f"{named}{self.advantage} advantages, {self.surrogate} surrogate, {self.loss_agg_mode}, {kl}"
-
-    def _broken_rules(self) -> Iterator[str]:
-        yield from self._broken_advantage_rules()
-        yield from self._broken_kl_rules()
-        if self.surrogate != "clip" and self.epsilon_c is not None:
-            yield f"algorithm.epsilon_c has no effect with algorithm.surrogate = '{self.surrogate}'; remove one"
-        if self.proximal == "behavior" and self.rollout_is != "none":
-            yield (
-                "algorithm.proximal = 'behavior' puts the sampler into the importance ratio, and algorithm.rollout_is = "
-                f"'{self.rollout_is}' would correct for it a second time; set algorithm.rollout_is = 'none'"
-            )
-        for name in ("rollout_is", "rollout_rs"):
-            low, high = getattr(self, f"{name}_threshold_lower"), getattr(self, f"{name}_threshold")
-            if low > high:
-                yield f"algorithm.{name}_threshold_lower ({low}) exceeds algorithm.{name}_threshold ({high})"
-
-    def _broken_advantage_rules(self) -> Iterator[str]:
-        if self.scale_rewards != "group" and self.advantage not in ("grpo", "rloo"):
-            yield f"algorithm.scale_rewards has no effect with algorithm.advantage = '{self.advantage}'; remove one"
-        if self.advantage == "gdpo":
-            if not self.reward_weights:
-                yield "algorithm.advantage = 'gdpo' needs algorithm.reward_weights, a weight for each named reward"
-            if self.overlong_buffer_len or (self.kl_in_reward and self.beta > 0):
-                yield (
-                    "algorithm.advantage = 'gdpo' normalises named rewards, to which algorithm.overlong_buffer_len and "
-                    "algorithm.kl_in_reward have nothing to add; remove them, or let the environment name such a reward"
-                )
-        elif self.reward_weights:
-            yield f"algorithm.reward_weights has no effect with algorithm.advantage = '{self.advantage}'; set it to 'gdpo'"
-        if self.advantage == "maxrl" and (self.overlong_buffer_len or (self.kl_in_reward and self.beta > 0)):
-            yield (
-                "algorithm.advantage = 'maxrl' divides by the mean reward, which algorithm.overlong_buffer_len and "
-                "algorithm.kl_in_reward can make negative; remove them"
-            )
-
-    def _broken_kl_rules(self) -> Iterator[str]:
-        if self.kl_in_reward and self.kl_estimator in ("k3+", "k3-ratio"):
-            yield (
-                f"algorithm.kl_estimator = '{self.kl_estimator}' differs from 'k3' in its gradient alone, and with "
-                "algorithm.kl_in_reward there is none; use k3"
-            )
-        if self.beta == 0:
-            for name in ("kl_target", "reference_sync_steps"):
-                if getattr(self, name):
-                    yield f"algorithm.{name} has no effect with algorithm.beta = 0; set a weight above 0, or remove it"
-        if self.reference_mixup_alpha < 1 and not self.reference_sync_steps:
-            yield "algorithm.reference_mixup_alpha has no effect with algorithm.reference_sync_steps = 0; remove one"
-
-
 class OptimizerConfig(Section):
     """AdamW, gradient clipping and the learning-rate schedule."""
 
-    learning_rate: float = _option(1e-6, "Peak learning rate.", gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = _option("constant", "Shape after the warm-up.")
-    warmup_steps: int = _option(0, "Optimizer steps of linear warm-up (steps).", ge=0)
-    decay_steps: int | None = _option(None, "Optimizer steps from the start to the end of the decay (steps).", ge=1)
-    min_learning_rate: float = _option(0.0, "Learning rate at the end of the decay.", ge=0)
-    b1: float = _option(0.9, "Decay of AdamW's first moment.", ge=0, lt=1)
-    b2: float = _option(0.999, "Decay of AdamW's second moment.", ge=0, lt=1)
-    eps: float = _option(1e-8, "Added to the root of the second moment.", gt=0)
-    weight_decay: float = _option(0.0, "Decoupled weight decay.", ge=0)
-    max_grad_norm: float | None = _option(1.0, "Clip the global gradient norm to this; `none` for no clipping.", gt=0)
+    learning_rate: float = option(1e-6, "Peak learning rate.", gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = option("constant", "Shape after the warm-up.")
+    warmup_steps: int = option(0, "Optimizer steps of linear warm-up (steps).", ge=0)
+    decay_steps: int | None = option(None, "Optimizer steps from the start to the end of the decay (steps).", ge=1)
+    min_learning_rate: float = option(0.0, "Learning rate at the end of the decay.", ge=0)
+    critic_learning_rate: float | None = option(
+        None, "Peak learning rate of the critic, on the same schedule; default: ten times learning_rate.", gt=0
+    )
+    b1: float = option(0.9, "Decay of AdamW's first moment.", ge=0, lt=1)
+    b2: float = option(0.999, "Decay of AdamW's second moment.", ge=0, lt=1)
+    eps: float = option(1e-8, "Added to the root of the second moment.", gt=0)
+    weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
+    max_grad_norm: float | None = option(1.0, "Clip the global gradient norm to this; `none` for no clipping.", gt=0)
 
     def _broken_rules(self) -> Iterator[str]:
         if self.schedule == "constant":
@@ -359,19 +183,19 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """How much is trained, and in which portions."""
 
-    steps: int = _option(100, "Optimizer steps of the whole run (steps).", ge=1)
-    rollout_batch_size: int = _option(8, "Tasks sampled between two weight updates of the sampler, over all hosts.", ge=1)
-    mini_batch_size: int | None = _option(None, "Tasks per optimizer step; default: all of rollout_batch_size.", ge=1)
-    micro_batch_size_per_device: int = _option(8, "Packed rows per device in one forward and backward pass.", ge=1)
-    pack_length: int | None = _option(None, "Tokens of a packed row; default: the longest rollout.", ge=2)
+    steps: int = option(100, "Optimizer steps of the whole run (steps).", ge=1)
+    rollout_batch_size: int = option(8, "Tasks sampled between two weight updates of the sampler, over all hosts.", ge=1)
+    mini_batch_size: int | None = option(None, "Tasks per optimizer step; default: all of rollout_batch_size.", ge=1)
+    micro_batch_size_per_device: int = option(8, "Packed rows per device in one forward and backward pass.", ge=1)
+    pack_length: int | None = option(None, "Tokens of a packed row; default: the longest rollout.", ge=2)
 
 
 class CheckpointConfig(Section):
     """When the run is saved, and what a restart does."""
 
-    every: int = _option(10, "Optimizer steps between two checkpoints (steps).", ge=1)
-    keep: int = _option(2, "Newest checkpoints kept.", ge=1)
-    resume: Literal["auto", "never"] = _option(
+    every: int = option(10, "Optimizer steps between two checkpoints (steps).", ge=1)
+    keep: int = option(2, "Newest checkpoints kept.", ge=1)
+    resume: Literal["auto", "never"] = option(
         "auto", "`auto` continues from the newest good checkpoint of the run directory; `never` refuses a used directory."
     )
 
@@ -379,13 +203,13 @@ class CheckpointConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out tasks; never touches the training state or its draws."""
 
-    every: int = _option(0, "Optimizer steps between two evaluations (steps); 0 evaluates only with `rljax eval`.", ge=0)
-    num_tasks: int = _option(200, "Held-out tasks per evaluation.", ge=1)
-    path: PathOption | None = _option(None, "File of held-out tasks when `data.source` is `file`.")
-    temperature: float = _option(0.0, "Sampling temperature of the evaluation; 0 is greedy.", ge=0)
-    top_k: int = _option(0, "Draw from so many most likely tokens only (tokens); 0 for all.", ge=0)
-    top_p: float = _option(1.0, "Draw from the fewest most likely tokens with this probability only; 1 for all.", gt=0, le=1)
-    min_p: float = _option(
+    every: int = option(0, "Optimizer steps between two evaluations (steps); 0 evaluates only with `rljax eval`.", ge=0)
+    num_tasks: int = option(200, "Held-out tasks per evaluation.", ge=1)
+    path: PathOption | None = option(None, "File of held-out tasks when `data.source` is `file`.")
+    temperature: float = option(0.0, "Sampling temperature of the evaluation; 0 is greedy.", ge=0)
+    top_k: int = option(0, "Draw from so many most likely tokens only (tokens); 0 for all.", ge=0)
+    top_p: float = option(1.0, "Draw from the fewest most likely tokens with this probability only; 1 for all.", gt=0, le=1)
+    min_p: float = option(
         0.0, "Draw from tokens at least this likely only, relative to the most likely one; 0 for all.", ge=0, le=1
     )
 
@@ -398,9 +222,9 @@ class EvalConfig(Section):
 class TelemetryConfig(Section):
     """What is shown and recorded."""
 
-    live: Literal["auto", "plain", "off"] = _option("auto", "Live view in a terminal, plain lines, or nothing on the screen.")
-    rollouts: bool = _option(True, "Keep every rollout as a JSON line under the run directory.")
-    tensorboard: bool = _option(False, "Write TensorBoard event files (needs `rljax[tensorboard]`).")
+    live: Literal["auto", "plain", "off"] = option("auto", "Live view in a terminal, plain lines, or nothing on the screen.")
+    rollouts: bool = option(True, "Keep every rollout as a JSON line under the run directory.")
+    tensorboard: bool = option(False, "Write TensorBoard event files (needs `rljax[tensorboard]`).")
 
 
 class Config(Section):
@@ -421,8 +245,14 @@ class Config(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
 
     def _broken_rules(self) -> Iterator[str]:
+        if self.lora.rank and self.algorithm.advantage == "gae":
+            yield (
+                "algorithm.advantage = 'gae' trains a whole network beside the policy, which lora.rank is there to avoid; "
+                "set lora.rank = 0 or choose another algorithm.advantage"
+            )
         yield from self._uneven_portions()
         yield from self._unfit_data()
+        yield from self._unfit_critic()
         if self.sampler.temperature == 0:
             yield "sampler.temperature = 0 makes all rollouts of a group equal; set it above 0 (eval.temperature may be 0)"
         if self.lora.rank == 0 and self.sampler.lora != "merged":
@@ -487,6 +317,21 @@ class Config(Section):
                 f"data.num_tasks ({self.data.num_tasks}) is smaller than "
                 f"train.rollout_batch_size ({self.train.rollout_batch_size})"
             )
+
+    def _unfit_critic(self) -> Iterator[str]:
+        advantage, warmup = self.algorithm.advantage, self.algorithm.critic_warmup_steps
+        if self.optimizer.critic_learning_rate is not None and advantage != "gae":
+            yield f"optimizer.critic_learning_rate has no effect with algorithm.advantage = '{advantage}'; remove one"
+        if warmup >= self.train.steps:
+            yield (
+                f"algorithm.critic_warmup_steps ({warmup}) leave none of train.steps ({self.train.steps}) for the policy; "
+                "lower the first or raise the second"
+            )
+
+    @property
+    def critic_learning_rate(self) -> float:
+        """Peak learning rate of the critic. Ten times the policy's: it has a task of its own, and starts from nothing."""
+        return self.optimizer.critic_learning_rate or 10 * self.optimizer.learning_rate
 
     @property
     def mini_batch_size(self) -> int:

@@ -2,19 +2,19 @@
 
 Owns the order of a run's stages. Refuses to own the stages themselves.
 
-    prompts -> collect (sample and judge) -> advantages -> pack -> update x n -> publish -> log, save
+    prompts -> collect (sample and judge) -> advantages -> pack -> score -> update x n -> publish -> log, save
        ^                                                                            |
        +------------------------ version + n, position + tasks ---------------------+
 
-State between two batches is (parameters or an adapter of them, optimizer, a reference and its weight where they move, step,
-position in the prompt stream); with the seed it decides everything that follows, so a checkpoint of exactly that continues
-bit for bit.
+State between two batches is (parameters or an adapter of them, optimizer, a reference and its weight where they move, a
+critic where there is one, step, position in the prompt stream); with the seed it decides everything that follows, so a
+checkpoint of exactly that continues bit for bit.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,18 +32,19 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.envs.base import parse_options
 from rljax.evaluate import run_eval
 from rljax.faults import fault_point
+from rljax.learner.critic import Critic
 from rljax.learner.state import TrainState
 from rljax.learner.step import DeviceBatch, Learner
 from rljax.manifest import MANIFEST
 from rljax.mesh import build_mesh, data_shards
 from rljax.pytree import Params
 from rljax.records import Group, RunMeta
-from rljax.rollouts.batching import Prepared, batch_shape, needs_revision, prepare, revise
+from rljax.rollouts.batching import Prepared, batch_shape, needs_logprobs, prepare, revise
 from rljax.rollouts.collector import Job, Stopped
 from rljax.rollouts.refill import Collected, NothingToLearn, fill_batch
 from rljax.rollouts.sampling import train_params
 from rljax.rollouts.stack import Stack, build_engine, open_stack
-from rljax.rollouts.statistics import rollout_metrics, update_metrics
+from rljax.rollouts.statistics import critic_metrics, rollout_metrics, update_metrics
 from rljax.rollouts.tasks import fitting_tasks
 from rljax.run_dir import RunDir
 from rljax.signals import StopRequest, stop_requests
@@ -52,6 +53,17 @@ from rljax.telemetry.profile import Clock
 from rljax.telemetry.sinks import MetricsFile, RolloutLog, Sink, Sinks, TensorBoardSink, read_metrics
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """The mini-batches of one batch of rollouts on the mesh, with what was scored before their first update."""
+
+    prepared: Prepared
+    batches: list[DeviceBatch]
+    proximal: list[Any]
+    references: list[Any]
+    values: list[Any]  # of the critic; empty without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +176,7 @@ class _Run:
         self.eval_tasks: TaskSource = fitting_tasks(config, "eval", self.stack.tokenizer, report) if config.eval.every else ()
         self.learner = Learner(arch, self.stack.mesh, config)
         _check_first_adapter(config, self.learner)
+        self.critic = Critic(self.learner) if config.algorithm.advantage == "gae" else None
         self.shape = batch_shape(config, data_shards(self.stack.mesh), self.learner.replayed)
         self.state, self.meta = self._first_state(report)
         self.base = None if self.learner.lora is None else self._load()
@@ -280,22 +293,11 @@ class _Run:
         collected = self._collect()
         fault_point("loop.collected")
         with self.clock.bucket("scoring"):
-            prepared = prepare(collected.kept, self.config, self.shape)
-            batches = [self.learner.put(batch) for batch in prepared.batches]
-            reference, compared = self.state.reference or self.reference, self.config.algorithm.beta > 0
-            references = [self.learner.score(reference, batch.unrouted(), self.base) if compared else None for batch in batches]
-            # With one update per batch the proximal policy is the current one, and needs no scoring.
-            scored = self.config.updates_per_batch > 1 or needs_revision(self.config)
-            proximal = [self.learner.score(self.state.params, batch, self.base) if scored else None for batch in batches]
-            if needs_revision(self.config):
-                ours, theirs = jax.device_get((proximal, references))
-                known = theirs if compared else None
-                prepared = revise(prepared, collected.kept, self.config, ours, known, self._beta())
-                batches = [self.learner.put(batch) for batch in prepared.batches]
+            scored = self._score(collected.kept)
         extra: dict[str, Any] = rollout_metrics(collected.sampled, self.config) | self.stack.engine.take_metrics()
         for _ in range(self.config.algorithm.num_iterations):
-            for index, batch in enumerate(batches):
-                values = self._update(prepared, index, batch, proximal[index], references[index])
+            for index in range(len(scored.batches)):
+                values = self._update(scored, index)
                 last = self.meta.step % self.config.updates_per_batch == 0
                 if last:
                     position = self.meta.prompt_position + collected.tasks
@@ -305,6 +307,25 @@ class _Run:
                 extra = {}
         self._save_if_due()
         self._evaluate()
+
+    def _score(self, groups: Sequence[Group]) -> _Scored:
+        """Pack groups and score them: under the reference and the proximal policy and by the critic, where these are needed."""
+        prepared = prepare(groups, self.config, self.shape)
+        batches = [self.learner.put(batch) for batch in prepared.batches]
+        reference, compared = self.state.reference or self.reference, self.config.algorithm.beta > 0
+        references = [self.learner.score(reference, batch.unrouted(), self.base) if compared else None for batch in batches]
+        # With one update per batch the proximal policy is the current one, and needs no scoring.
+        needed = self.config.updates_per_batch > 1 or needs_logprobs(self.config)
+        proximal = [self.learner.score(self.state.params, batch, self.base) if needed else None for batch in batches]
+        values = []
+        if self.critic is not None and self.state.critic is not None:
+            values = [self.critic.values(self.state.critic.params, batch) for batch in batches]
+        if needs_logprobs(self.config) or values:
+            ours, theirs, expected = jax.device_get((proximal, references, values))
+            known = (ours if needed else None, theirs if compared else None, expected or None)
+            prepared = revise(prepared, groups, self.config, *known, self._beta())
+            batches = [self.learner.put(batch) for batch in prepared.batches]
+        return _Scored(prepared, batches, proximal, references, values)
 
     def _beta(self) -> float:
         """Return the weight of the divergence at the next step."""
@@ -325,21 +346,37 @@ class _Run:
             self.rollout_log.write(self.meta.step + 1, collected.sampled)
         return collected
 
-    def _update(self, prepared: Prepared, index: int, batch: DeviceBatch, proximal: Any, reference: Any) -> dict[str, float]:
-        """Make one optimizer step and return its metrics."""
+    def _update(self, scored: _Scored, index: int) -> dict[str, float]:
+        """Make one optimizer step, of the critic too if there is one, and return its metrics."""
+        values: dict[str, float] = {"gap/rejected_fraction": scored.prepared.rejected_fraction}
         with self.clock.bucket("update"):
-            beta = self._beta()
-            self.state, output = self.learner.step(self.state, batch, proximal, reference, self.base)
+            if self.critic is not None:
+                values |= self._update_critic(self.critic, scored, index)
+            if self.meta.step >= self.config.algorithm.critic_warmup_steps:
+                values |= self._update_policy(scored, index)
             fault_point("loop.updating")
-            sums, router = jax.device_get((output.metrics, output.router))
-            grad_norm, learning_rate = jax.device_get((output.grad_norm, output.learning_rate))
-            logp = np.asarray(jax.device_get(output.logp if proximal is None else proximal))
         self.trained += 1
         self.meta = replace(self.meta, step=self.meta.step + 1, version=self.meta.version + 1)
-        values = update_metrics(prepared.batches[index], sums, logp)
-        values |= {"loss/beta": beta, "gap/rejected_fraction": prepared.rejected_fraction}
+        return values
+
+    def _update_policy(self, scored: _Scored, index: int) -> dict[str, float]:
+        batch, proximal, beta = scored.batches[index], scored.proximal[index], self._beta()
+        self.state, output = self.learner.step(self.state, batch, proximal, scored.references[index], self.base)
+        sums, router = jax.device_get((output.metrics, output.router))
+        grad_norm, learning_rate = jax.device_get((output.grad_norm, output.learning_rate))
+        logp = np.asarray(jax.device_get(output.logp if proximal is None else proximal))
+        values = update_metrics(scored.prepared.batches[index], sums, logp) | {"loss/beta": beta}
         values |= {f"router/{name}": float(value) for name, value in router.items()}
         return values | {"optimizer/grad_norm": float(grad_norm), "optimizer/learning_rate": float(learning_rate)}
+
+    def _update_critic(self, critic: Critic, scored: _Scored, index: int) -> dict[str, float]:
+        assert self.state.critic is not None
+        expected, returns = scored.values[index], scored.prepared.returns[index]
+        state, output = critic.step(self.state.critic, scored.batches[index], expected, critic.put(returns))
+        self.state = replace(self.state, critic=state)
+        sums, grad_norm, before = jax.device_get((output.metrics, output.grad_norm, expected))
+        values = critic_metrics(scored.prepared.batches[index], np.asarray(before), returns, sums)
+        return values | {"critic/grad_norm": float(grad_norm)}
 
     def _log(self, values: dict[str, float]) -> None:
         """Add progress and times to a step's metrics and write them."""
@@ -351,14 +388,16 @@ class _Run:
             "progress/prompt_position": meta.prompt_position,
         }
         values |= {"time/step": step_seconds, **{f"time/{bucket}": spent for bucket, spent in seconds.items()}}
-        values["throughput/trained_tokens_per_s"] = values["tokens/trained"] / step_seconds
+        if "tokens/trained" in values:  # all but the steps that train the critic alone
+            values["throughput/trained_tokens_per_s"] = values["tokens/trained"] / step_seconds
         if "tokens/generated" in values and seconds["sampling"] > 0:
             values["throughput/generated_tokens_per_s"] = values["tokens/generated"] / seconds["sampling"]
         values["compile/programs"] = len(self.compiled)
         self.compiled.clear()
         self.last = values
         self.sinks.write(meta.step, values)
-        if not np.isfinite(values["optimizer/grad_norm"]):
+        norms = [values.get(name, 0.0) for name in ("optimizer/grad_norm", "critic/grad_norm")]
+        if not np.isfinite(norms).all():
             raise FloatingPointError(f"the gradient of step {meta.step} is not finite; the last checkpoint is from before it")
 
     def _save_if_due(self) -> None:

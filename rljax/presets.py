@@ -91,5 +91,18 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "maxrl": {"advantage": "maxrl", "epsilon_high": 0.2},
     # arXiv:2601.05242: needs reward_weights, one per named reward.
     "gdpo": {"advantage": "gdpo", "epsilon_high": 0.2},
+    # PPO, arXiv:1707.06347, as language models were first trained with it: arXiv:1909.08593 (section 2.2 for the divergence
+    # in the reward, gamma and lambda), arXiv:2403.17031 for the bounds, whitening and the weight of the divergence.
+    "ppo": {
+        "advantage": "gae",
+        "gamma": 1.0,
+        "gae_lambda": 0.95,
+        "whiten_advantages": True,
+        "cliprange_value": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.05,
+        "kl_estimator": "k1",
+        "kl_in_reward": True,
+    },
 }
 """Options of the section `algorithm` by preset."""

@@ -22,8 +22,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from rljax.config import CHECKING_RULES, Config, Section
+from rljax.config import Config
 from rljax.presets import default_source
+from rljax.section import CHECKING_RULES, Section
 from rljax.toml_text import Key, dotted, key_lines, parse_key, syntax_problem, to_toml
 
 _COMMENT_COLUMN_LIMIT = 56

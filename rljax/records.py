@@ -258,11 +258,15 @@ class Rollout:
     choices: np.ndarray | None = None
     """Experts that the first k tokens went to in the sampler, [k, layers with experts, per token], each from the turn that
     first computed it; behind are the last token the model wrote and what follows it. None unless they are recorded."""
+    turn_rewards: tuple[float | None, ...] = ()
+    """Reward of each model message, None where it was not judged; empty where only the rollout as a whole was."""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
         if self.choices is not None and len(self.choices) > n:
             raise ValueError(f"Rollout.choices has {len(self.choices)} entries for {n} tokens")
+        if self.turn_rewards and len(self.turn_rewards) != self.turns:
+            raise ValueError(f"Rollout.turn_rewards has {len(self.turn_rewards)} entries for {self.turns} turns")
         for name in ("provenance", "logp_behavior", "versions"):
             if len(getattr(self, name)) != n:
                 raise ValueError(f"Rollout.{name} has {len(getattr(self, name))} entries for {n} tokens")

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rljax.config import Config, OptimizerConfig, Section
+from rljax.config import Config, OptimizerConfig
+from rljax.section import Section
 
 
 def broken(**sections: dict[str, Any]) -> list[str]:
@@ -67,6 +68,25 @@ def test_a_configuration_is_frozen_and_closed() -> None:
             ["algorithm.overlong_buffer_len", "'gdpo'"],
         ),
         ({"algorithm": {"preset": "maxrl", "overlong_buffer_len": 4}}, ["algorithm.overlong_buffer_len", "'maxrl'"]),
+        ({"algorithm": {"advantage": "gae", "scale_rewards": "none"}}, ["algorithm.scale_rewards", "'gae'"]),
+        ({"algorithm": {"advantage": "gae", "dynamic_sampling": True}}, ["algorithm.dynamic_sampling", "'gae'"]),
+        ({"algorithm": {"num_generations": 1}}, ["algorithm.num_generations = 1", "'grpo'", "'gae'"]),
+        ({"algorithm": {"gamma": 0.9}}, ["algorithm.gamma", "'gae'", "algorithm.credit = 'turn'"]),
+        ({"algorithm": {"gae_lambda": 1.0}}, ["algorithm.gae_lambda", "'gae'"]),
+        ({"algorithm": {"whiten_advantages": False}}, ["algorithm.whiten_advantages", "'gae'"]),
+        ({"algorithm": {"cliprange_value": 0.2}}, ["algorithm.cliprange_value", "'gae'"]),
+        ({"algorithm": {"critic_warmup_steps": 2}}, ["algorithm.critic_warmup_steps", "'gae'"]),
+        (
+            {"algorithm": {"advantage": "gae", "critic_warmup_steps": 100}},
+            ["algorithm.critic_warmup_steps (100)", "train.steps (100)"],
+        ),
+        ({"optimizer": {"critic_learning_rate": 1e-5}}, ["optimizer.critic_learning_rate", "'grpo'"]),
+        ({"algorithm": {"advantage": "maxrl", "credit": "turn"}}, ["algorithm.credit = 'turn'", "'maxrl'"]),
+        (
+            {"algorithm": {"credit": "turn", "kl_in_reward": True, "beta": 0.1}},
+            ["algorithm.credit = 'turn'", "algorithm.kl_in_reward"],
+        ),
+        ({"algorithm": {"credit": "turn", "overlong_buffer_len": 4}}, ["algorithm.credit", "algorithm.overlong_buffer_len"]),
         ({"algorithm": {"surrogate": "sapo", "epsilon_c": 3.0}}, ["algorithm.epsilon_c", "algorithm.surrogate"]),
         ({"algorithm": {"proximal": "behavior"}}, ["algorithm.proximal", "algorithm.rollout_is = 'none'"]),
         ({"algorithm": {"rollout_is_threshold_lower": 3.0}}, ["algorithm.rollout_is_threshold_lower (3.0)"]),
@@ -102,6 +122,14 @@ def test_a_broken_rule_names_its_options(sections: dict[str, dict[str, Any]], na
     (message,) = broken(**sections)
     for name in named:
         assert name in message
+
+
+def test_the_critic_learns_ten_times_as_fast_unless_told_otherwise() -> None:
+    critic = {"advantage": "gae", "num_generations": 1}
+    made = Config.model_validate({"algorithm": critic, "optimizer": {"learning_rate": 2e-6}})
+    assert made.critic_learning_rate == pytest.approx(2e-5)
+    told = {"learning_rate": 2e-6, "critic_learning_rate": 1e-6}
+    assert Config.model_validate({"algorithm": critic, "optimizer": told}).critic_learning_rate == 1e-6
 
 
 def test_all_broken_rules_are_told_together() -> None:

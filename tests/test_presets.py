@@ -5,7 +5,8 @@ from typing import get_args
 
 import pytest
 
-from rljax.config import AlgorithmConfig, Config
+from rljax.algorithm_config import AlgorithmConfig
+from rljax.config import Config
 from rljax.presets import PRESETS
 from rljax.recipe import ConfigError, load, load_with_sources, render
 

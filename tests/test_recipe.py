@@ -346,10 +346,10 @@ def test_the_rendered_tree_shows_values_types_and_sources(tmp_path: Path) -> Non
     config, sources = load_with_sources(write(tmp_path, "[optimizer]\nlearning_rate = 1e-5\n"), ["train.steps=1e1"])
     text = render(config, sources)
     lines = text.splitlines()
-    assert "learning_rate = 1e-05    # recipe.toml:2" in lines
+    assert "learning_rate = 1e-05          # recipe.toml:2" in lines
     assert any(line.startswith("steps = 10 ") and line.endswith("# command line") for line in lines)
-    assert "max_grad_norm = 1.0      # default" in lines
-    assert 'decay_steps = "none"     # default' in lines
+    assert "max_grad_norm = 1.0            # default" in lines
+    assert 'decay_steps = "none"           # default' in lines
     assert "#" not in render(config)
 
 
@@ -417,6 +417,10 @@ def test_every_option_arrives_where_it_was_set(tmp_path: Path) -> None:
     companions |= dict.fromkeys(("eval.top_k", "eval.top_p", "eval.min_p"), "eval.temperature=0.5")
     companions["algorithm.proximal"] = 'algorithm.rollout_is="none"'
     companions["algorithm.reward_weights"] = 'algorithm.advantage="gdpo"'
+    of_critic = ("gamma", "gae_lambda", "whiten_advantages", "cliprange_value", "critic_warmup_steps")
+    companions |= dict.fromkeys(
+        (*(f"algorithm.{name}" for name in of_critic), "optimizer.critic_learning_rate"), 'algorithm.advantage="gae"'
+    )
     for (section, name), option in recipe._OPTIONS.items():
         key = f"{section}.{name}"
         if key == "algorithm.preset":

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from rljax.config import Section
 from rljax.records import Observation, StepResult, Task
+from rljax.section import Section
 
 
 def letter_share(text: str) -> float:
@@ -91,7 +91,7 @@ class Slow(Letters):
 
 
 class Dialogue(Letters):
-    """Answers `turns - 1` times, then scores the last message."""
+    """Answers `turns - 1` times, then scores the last message; or each of them."""
 
     class Options(Section):
         """The conversation."""
@@ -99,6 +99,7 @@ class Dialogue(Letters):
         turns: int = 2
         answer: str = "You said {text!r}. Again?"
         silent: float = 0.0  # share of episodes that go on without a word, which is an error
+        judged: bool = False  # whether the earlier messages are scored, too
 
     def __init__(self, options: "Dialogue.Options") -> None:
         """Take the options."""
@@ -115,7 +116,7 @@ class Dialogue(Letters):
         if self._turn == self._options.turns:
             return super().step(text)
         messages = () if self._silent else ({"role": "user", "content": self._options.answer.format(text=text)},)
-        return StepResult(messages, None, False)
+        return StepResult(messages, letter_share(text) if self._options.judged else None, False)
 
 
 class Troubled(Letters):

@@ -1,10 +1,10 @@
 """From rewards to advantages, on the host.
 
 Owns the estimators (rows of `ADVANTAGES`), the shaping of rewards by length, and the verdict which groups carry a
-signal. Refuses to own where rewards come from, packing and losses. Grouping is by id, never by position, so slicing
-and shuffling change nothing.
+signal. Refuses to own where rewards come from, how they spread over turns and tokens (credit.py), packing and losses.
+Grouping is by id, never by position, so slicing and shuffling change nothing.
 
-    rewards, groups, lengths, costs --row--> one advantage per rollout and per loss token
+    rewards, groups, lengths, costs, turns, values --row--> one advantage per rollout and per loss token
 """
 
 import math
@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from rljax.config import AlgorithmConfig
+from rljax.algorithm_config import AlgorithmConfig
+from rljax.algorithms.credit import Turn, generalised_advantages, token_rewards, turn_returns
 
 ZERO_VARIANCE_TOLERANCE = 1e-6
 """Rewards whose range is at most this (times their magnitude, if above 1) are equal: rounding is not a preference."""
@@ -65,6 +66,8 @@ class Advantages:
     """Whether the rollout is scored and its group not dropped; only these may enter the loss and its denominators."""
     groups: tuple[GroupOutcome, ...]
     """The groups, in order of first appearance."""
+    returns: Float[np.ndarray, " t"] | None = None
+    """What the critic's value of each loss token should be, float32; None without a critic."""
 
 
 class Scored(NamedTuple):
@@ -80,6 +83,10 @@ class Scored(NamedTuple):
     """What each loss token takes off the reward, one rollout after the other."""
     parts: Mapping[str, Float[np.ndarray, " k"]]
     """The named rewards that have a weight."""
+    turns: Sequence[Sequence[Turn]]
+    """Its turns."""
+    values: Float[np.ndarray, " t"]
+    """The critic's value before each loss token is drawn; 0 without a critic."""
 
     @property
     def owners(self) -> Int[np.ndarray, " t"]:
@@ -92,8 +99,15 @@ class Scored(NamedTuple):
         return self.rewards - np.bincount(self.owners, self.costs, minlength=len(self.rewards))
 
 
-Values = tuple[np.ndarray, np.ndarray]
-"""Advantage of each rollout " k" and of each loss token " t", float64."""
+class Values(NamedTuple):
+    """What the rows of `ADVANTAGES` return, in float64."""
+
+    rollouts: Float[np.ndarray, " k"]
+    """Advantage of each rollout; where its tokens differ, that of the first."""
+    tokens: Float[np.ndarray, " t"]
+    """Advantage of each loss token."""
+    returns: Float[np.ndarray, " t"] | None = None
+    """What the critic's value of each loss token should be; None without a critic."""
 
 
 def estimate_advantages(
@@ -104,15 +118,26 @@ def estimate_advantages(
     lengths: Int[np.ndarray, " n"] | None = None,
     costs: Sequence[Float[np.ndarray, " _"]] | None = None,
     parts: Sequence[Mapping[str, float]] | None = None,
+    turns: Sequence[Sequence[Turn]] | None = None,
+    values: Sequence[Float[np.ndarray, " _"]] | None = None,
 ) -> Advantages:
     """Turn rewards into advantages by the row of `ADVANTAGES` that `config.advantage` names.
 
-    A reward of None (not scored) enters no statistics. Groups with fewer than two scored rollouts are dropped. Sums
-    over groups are exact, so the order of the rollouts does not change a bit. `lengths` are loss tokens (default: one
-    each), `costs` what each of them takes off the reward (default: nothing), `parts` the named rewards of each rollout.
+    A reward of None (not scored) enters no statistics. Groups with fewer than two scored rollouts are dropped, unless
+    there is a critic to compare with. Sums over groups are exact, so the order of the rollouts does not change a bit.
     Raises ValueError for a reward that is not finite, or a named reward that is missing.
+
+    Args:
+        rewards: One per rollout.
+        group_ids: The group of each.
+        config: Names the row.
+        lengths: Loss tokens of each rollout; default: one each.
+        costs: What each loss token takes off the reward; default: nothing.
+        parts: The named rewards of each rollout.
+        turns: The turns of each rollout; default: a single one.
+        values: The critic's value before each loss token is drawn; default: 0.
     """
-    outcomes = group_outcomes(rewards, group_ids)
+    outcomes = group_outcomes(rewards, group_ids, least_scored(config))
     numbers = {outcome.id: number for number, outcome in enumerate(outcomes)}
     groups = np.array([numbers[group_id] for group_id in group_ids], np.int64)
     used = np.array(
@@ -120,23 +145,35 @@ def estimate_advantages(
     )
     chosen: list[int] = np.flatnonzero(used).tolist()
     own_lengths = np.ones(len(chosen), np.int64) if lengths is None else np.asarray(lengths, np.int64)[chosen]
+    own_rewards = np.array([rewards[index] for index in chosen], np.float64)
+    single = [[Turn(reward, length)] for reward, length in zip(own_rewards.tolist(), own_lengths.tolist(), strict=True)]
     scored = Scored(
-        np.array([rewards[index] for index in chosen], np.float64),
+        own_rewards,
         groups[chosen],
         own_lengths,
-        np.zeros(int(own_lengths.sum())) if costs is None else np.concatenate([np.zeros(0), *(costs[i] for i in chosen)]),
+        _joined(costs, chosen, own_lengths),
         {name: _named(parts, name, chosen) for name in config.reward_weights},
+        single if turns is None else [turns[index] for index in chosen],
+        _joined(values, chosen, own_lengths),
     )
-    assert scored.costs.shape == (own_lengths.sum(),), "costs are per loss token"
-    values = np.zeros(len(rewards), np.float32)
-    values[chosen], tokens = ADVANTAGES[config.advantage](scored, config)
-    return Advantages(values, tokens.astype(np.float32), used, outcomes)
+    row = ADVANTAGES[config.advantage]
+    found = by_turn(scored, config, row) if config.credit == "turn" else row(scored, config)
+    of_rollouts = np.zeros(len(rewards), np.float32)
+    of_rollouts[chosen] = found.rollouts
+    returns = None if found.returns is None else found.returns.astype(np.float32)
+    return Advantages(of_rollouts, found.tokens.astype(np.float32), used, outcomes, returns)
 
 
-def group_outcomes(rewards: Sequence[float | None], group_ids: Sequence[Hashable]) -> tuple[GroupOutcome, ...]:
+def least_scored(config: AlgorithmConfig) -> int:
+    """Return how many rollouts of a group must be scored for it to be trained on: with a critic, one teaches by itself."""
+    return 1 if config.advantage == "gae" else 2
+
+
+def group_outcomes(rewards: Sequence[float | None], group_ids: Sequence[Hashable], least: int = 2) -> tuple[GroupOutcome, ...]:
     """Judge each group, in order of first appearance: scored rollouts, mean, whether its rewards are all equal.
 
-    Equality is by range, max - min <= 1e-6 * max(1, max |R|), never by a computed deviation.
+    A group with fewer than `least` scored rollouts is dropped. Equality is by range, max - min <= 1e-6 * max(1, max |R|),
+    never by a computed deviation.
     Raises ValueError for a reward that is not finite.
     """
     assert len(rewards) == len(group_ids), (len(rewards), len(group_ids))
@@ -150,8 +187,8 @@ def group_outcomes(rewards: Sequence[float | None], group_ids: Sequence[Hashable
         own = [reward for reward in all_rewards if reward is not None]
         mean = math.fsum(own) / len(own) if own else None
         dropped = None
-        if len(own) < 2:
-            dropped = f"{len(own)} of {len(all_rewards)} rollouts scored; a group needs at least 2"
+        if len(own) < least:
+            dropped = f"{len(own)} of {len(all_rewards)} rollouts scored; a group needs at least {least}"
         outcomes.append(GroupOutcome(group_id, len(all_rewards), len(own), mean, _are_equal(own), dropped))
     return tuple(outcomes)
 
@@ -196,7 +233,7 @@ def reinforce_pp(scored: Scored, config: AlgorithmConfig) -> Values:
     last = np.concatenate([np.zeros(1), total])[ends][scored.owners]
     returns = scored.rewards[scored.owners] - (last - before)
     mean, scale = _whitening(returns)
-    return (scored.net - mean) / scale, (returns - mean) / scale
+    return Values((scored.net - mean) / scale, (returns - mean) / scale)
 
 
 def reinforce_pp_baseline(scored: Scored, config: AlgorithmConfig) -> Values:
@@ -235,6 +272,49 @@ def gdpo(scored: Scored, config: AlgorithmConfig) -> Values:
         total += weight * _by_group(scored.parts[name], scored, _standardised)
     mean, scale = _whitening(total)
     return _of_rollouts(scored, (total - mean) / scale)
+
+
+def gae(scored: Scored, config: AlgorithmConfig) -> Values:
+    """Return generalised advantages over the critic's values (PPO; `credit.generalised_advantages`).
+
+    A token's reward is what lands on it (`credit.token_rewards`) without its cost. The returns that the critic learns are
+    advantage + value, the lambda-returns; then the advantages alone are whitened, over all loss tokens of the batch.
+    """
+    rewards = token_rewards(scored.rewards, scored.lengths, scored.turns) - scored.costs
+    advantages = generalised_advantages(rewards, scored.values, scored.lengths, config.gamma, config.gae_lambda)
+    mean, scale = _whitening(advantages) if config.whiten_advantages else (0.0, 1.0)
+    tokens = (advantages - mean) / scale
+    first, some = np.cumsum(scored.lengths) - scored.lengths, scored.lengths > 0
+    of_rollouts = np.zeros(len(scored.rewards))
+    of_rollouts[some] = tokens[first[some]]
+    return Values(of_rollouts, tokens, advantages + scored.values)
+
+
+def by_turn(scored: Scored, config: AlgorithmConfig, row: Callable[[Scored, AlgorithmConfig], Values]) -> Values:
+    """Apply a row to turns in place of rollouts: a turn's return against those of the same turn in its group.
+
+    Step-level groups as in GiGPO (arXiv:2505.10978, section 4), made by the number of the turn, with the discounted returns
+    of `credit.turn_returns`. A turn that no other rollout of its group has reached has nothing to be compared with, and
+    takes the advantage of its rollout; one after the last judged turn has no return, enters no statistics, and gets 0.
+    """
+    whole = row(scored, config).rollouts
+    returns = [turn_returns(own, config.gamma) for own in scored.turns]
+    credits = [
+        [0.0 if known is None else float(advantage) for known in own] for own, advantage in zip(returns, whole, strict=True)
+    ]
+    for number in range(max(map(len, returns), default=0)):
+        reached = np.array([len(own) > number and own[number] is not None for own in returns], bool)
+        peers = np.bincount(scored.groups[reached], minlength=int(scored.groups.max(initial=0)) + 1)
+        chosen: list[int] = np.flatnonzero(reached & (peers[scored.groups] >= 2)).tolist()
+        lengths = np.array([scored.turns[index][number].tokens for index in chosen], np.int64)
+        nothing = np.zeros(int(lengths.sum()))
+        rewards = np.array([returns[index][number] for index in chosen], np.float64)
+        turn = Scored(rewards, scored.groups[chosen], lengths, nothing, {}, [], nothing)
+        for index, credit in zip(chosen, row(turn, config).rollouts, strict=True):
+            credits[index][number] = float(credit)
+    lengths = np.array([turn.tokens for own in scored.turns for turn in own], np.int64)
+    tokens = np.repeat(np.array([credit for own in credits for credit in own], np.float64), lengths)
+    return Values(np.array([own[0] if own else 0.0 for own in credits]), tokens)
 
 
 def sample_std(values: Sequence[float]) -> float:
@@ -282,7 +362,15 @@ def _whitening(values: np.ndarray) -> tuple[float, float]:
 
 
 def _of_rollouts(scored: Scored, values: np.ndarray) -> Values:
-    return values, values[scored.owners]
+    return Values(values, values[scored.owners])
+
+
+def _joined(per_rollout: Sequence[np.ndarray] | None, chosen: Sequence[int], lengths: np.ndarray) -> np.ndarray:
+    """Return what is known of each loss token of the chosen rollouts, one after the other; zeros where nothing is."""
+    if per_rollout is None:
+        return np.zeros(int(lengths.sum()))
+    assert all(len(per_rollout[index]) == length for index, length in zip(chosen, lengths, strict=True)), "one per loss token"
+    return np.concatenate([np.zeros(0), *(per_rollout[index] for index in chosen)])
 
 
 def _named(parts: Sequence[Mapping[str, float]] | None, name: str, chosen: Sequence[int]) -> np.ndarray:
@@ -311,5 +399,6 @@ ADVANTAGES: dict[str, Callable[[Scored, AlgorithmConfig], Values]] = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "maxrl": maxrl,
     "gdpo": gdpo,
+    "gae": gae,
 }
 """Estimators by the names of `algorithm.advantage`."""

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from rljax.algorithm_config import AlgorithmConfig
 from rljax.algorithms.rollout_sums import MAX_LOG_RATIO, log_ratio_at
-from rljax.config import AlgorithmConfig
 
 _LEVELS = {"token": "token", "sequence": "sequence-sum", "geometric": "geometric"}
 

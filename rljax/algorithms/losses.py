@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from rljax.algorithm_config import AlgorithmConfig
 from rljax.algorithms.correction import importance_weights
 from rljax.algorithms.kl import KL_ESTIMATORS, kl_k3
 from rljax.algorithms.rollout_sums import MAX_LOG_RATIO, log_ratio_at
-from rljax.config import AlgorithmConfig
 
 RATIO_BAND = (0.9, 1.1)
 """A sampler-learner ratio outside this band counts as a visible gap."""

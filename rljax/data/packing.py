@@ -254,10 +254,10 @@ def prompt_length(rollout: Rollout) -> int:
     return int(np.argmax(np.append(rollout.provenance, -1) != Provenance.PROMPT))
 
 
-def longest_message(rollout: Rollout) -> int:
-    """Return the length of the longest stretch that the model wrote without a break (tokens)."""
+def message_lengths(rollout: Rollout) -> Int[np.ndarray, " k"]:
+    """Return the length of each stretch that the model wrote without a break: its messages, one per turn (tokens)."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], rollout.mask.astype(np.int8), [0]])))
-    return int((edges[1::2] - edges[::2]).max(initial=0))
+    return edges[1::2] - edges[::2]
 
 
 def _fill_rows(rollouts: Sequence[Rollout], chosen: Sequence[int], shape: PackShape) -> list[list[tuple[int, ...]]]:

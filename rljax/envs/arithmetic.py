@@ -17,10 +17,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rljax.config import Section
 from rljax.envs.base import Split, nearest
 from rljax.envs.rewards import COMPONENTS, judge
 from rljax.records import Observation, StepResult, Task
+from rljax.section import Section
 
 EVAL_ONE_IN = 5
 """One problem in this many is held out."""

@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
-from rljax.config import Section
 from rljax.records import Observation, StepResult, Task
+from rljax.section import Section
 
 Split = Literal["train", "eval"]
 """Which tasks are made: those to learn from, or those held out."""
@@ -92,7 +92,7 @@ def resolve(name: str) -> EnvClass:
     options = getattr(env_class, "Options", None)
     lacks = [method for method in ("reset", "step", "close") if not callable(getattr(env_class, method, None))]
     if not (inspect.isclass(options) and issubclass(options, Section)):
-        lacks.append("Options (a subclass of rljax.config.Section)")
+        lacks.append("Options (a subclass of rljax.section.Section)")
     if lacks:
         raise ValueError(f"env.name = {name!r}: {class_name!r} is not an environment class; it lacks {', '.join(lacks)}")
     return env_class

@@ -56,6 +56,13 @@ def score_from(steps: Sequence[Reply]) -> Score:
     return Score(status="score", value=math.fsum(rewards), components=components)
 
 
+def turn_rewards(steps: Sequence[Reply], turns: int) -> tuple[float | None, ...]:
+    """Return the reward of each of the model's messages; None where the environment gave none or did not answer."""
+    rewards = [reply.value.reward for reply in steps if isinstance(reply.value, StepResult)]
+    assert len(rewards) <= turns, "an environment answers each message once"
+    return (*rewards, *[None] * (turns - len(rewards)))
+
+
 def record(kind: str, value: Any) -> Observation | StepResult:
     """Build the record from a worker's JSON; raise ValueError with what is wrong, to follow "returned"."""
     body = value.get("observation" if kind == "reset" else "step") if isinstance(value, dict) else None

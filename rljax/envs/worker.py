@@ -36,9 +36,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from rljax.config import Section
 from rljax.envs.base import Env, EnvClass, parse_options, resolve
 from rljax.records import Observation, StepResult, Task
+from rljax.section import Section
 
 HEADER = struct.Struct(">Q")
 """Length of the frame that follows (bytes)."""

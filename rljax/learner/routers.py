@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rljax.config import AlgorithmConfig
+from rljax.algorithm_config import AlgorithmConfig
 from rljax.models.arch import Arch
 from rljax.models.moe import RouterSums, balance_loss, max_load, z_loss
 

@@ -1,9 +1,10 @@
-"""What the learner trains: parameters or an adapter of them, and optimizer state, and how they lie on the mesh.
+"""What the learner trains: parameters or an adapter of them, a critic, optimizer states, and how they lie on the mesh.
 
 Owns the state that a checkpoint saves; the base of an adapter is none of it, for it never changes. Refuses to own the update
 (step.py) and files.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,24 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from rljax.config import AlgorithmConfig, Config
+from rljax.algorithm_config import AlgorithmConfig
+from rljax.config import Config
 from rljax.learner.optimizer import Optimizer, OptimizerState
 from rljax.mesh import LEARNER_RULES, param_shardings, sharding
 from rljax.models.arch import Arch
-from rljax.models.decoder import abstract_params, logical_axes
+from rljax.models.decoder import abstract_params, decaying, logical_axes
 from rljax.models.lora import LoraSpec, abstract_adapter, adapter_axes, spec_of
 from rljax.pytree import Params, pytree, with_fields
+
+
+@pytree
+class CriticState:
+    """Everything an update of the critic changes."""
+
+    params: Params
+    """Master parameters: the `trunk`, a decoder without output head, and `value`, a weight per dim of its width."""
+    optimizer: OptimizerState
+    """Moments and counters."""
 
 
 @pytree
@@ -33,6 +45,8 @@ class TrainState:
     """Reference policy, or its adapter, float32, where it moves (`reference_sync_steps`); None where it stays the first."""
     beta: Float[Array, ""] | None
     """Weight of the divergence from it, float32, where it adapts (`kl_target`); None where it is that of the recipe."""
+    critic: CriticState | None = None
+    """Critic of its own parameters (`advantage` = gae); None where there is none."""
 
 
 def first_reference(params: Params, config: AlgorithmConfig) -> tuple[Params | None, Any]:
@@ -56,6 +70,25 @@ def next_reference(reference: Params | None, params: Params, updates: Int[Array,
     return jax.lax.cond(updates % config.reference_sync_steps == 0, mixed, lambda: reference)
 
 
+def critic_arch(arch: Arch) -> Arch:
+    """Return the architecture of the critic's trunk: the policy's, without the table of an output head."""
+    return dataclasses.replace(arch, tie_embeddings=True)
+
+
+def critic_optimizer(arch: Arch, config: Config) -> Optimizer:
+    """Return the critic's update rule: the policy's at `critic_learning_rate`, whose schedule keeps the same proportions."""
+    own, rate = config.optimizer, config.critic_learning_rate
+    changed = {"learning_rate": rate, "min_learning_rate": own.min_learning_rate * rate / own.learning_rate}
+    return Optimizer(own.model_copy(update=changed), lambda _: {"trunk": decaying(critic_arch(arch)), "value": True})
+
+
+def first_critic(params: Params, optimizer: Optimizer) -> CriticState:
+    """Return the critic before the first step: the policy's trunk, and weights that value everything 0."""
+    trunk = {name: leaf for name, leaf in params.items() if name != "head"}
+    own = {"trunk": trunk, "value": jnp.zeros_like(params["final_norm"], jnp.float32)}
+    return CriticState(own, optimizer.init(own))
+
+
 def learner_params(arch: Arch, mesh: Mesh, dtype: Any) -> Params:
     """Return shapes, types and learner shardings of the parameters, for loading them onto the mesh."""
     shapes, axes = abstract_params(arch, jnp.dtype(dtype)), logical_axes(arch)
@@ -69,25 +102,26 @@ def adapter_params(arch: Arch, mesh: Mesh, spec: LoraSpec) -> Params:
 
 
 def abstract_state(arch: Arch, mesh: Mesh, config: Config, optimizer: Optimizer) -> TrainState:
-    """Return shapes, types and shardings of the whole state: moments and reference lie like their parameters."""
+    """Return shapes, types and shardings of the whole state: moments, reference and critic lie like their parameters."""
     spec = spec_of(arch, config.lora)
     params = learner_params(arch, mesh, config.model.param_dtype) if spec is None else adapter_params(arch, mesh, spec)
-    moments = jax.eval_shape(optimizer.init, params)
-    placed = {shape_path(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    reference, beta = jax.eval_shape(partial(first_reference, config=config.algorithm), params)
+    critic = None
+    if config.algorithm.advantage == "gae":
+        critic = jax.eval_shape(partial(first_critic, optimizer=critic_optimizer(arch, config)), params)
+    state = {"optimizer": jax.eval_shape(optimizer.init, params), "reference": reference, "beta": beta, "critic": critic}
+    return with_fields(TrainState, params=params, **_placed(state, params, mesh))
+
+
+def _placed(state: Any, params: Params, mesh: Mesh) -> Any:
+    """Lay every leaf like the parameter that its path ends with; what belongs to none (counters) is whole everywhere."""
+    places = {shape_path(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     def place(path: Any, leaf: Any) -> Any:
-        # A moment's path ends with its parameter's path; counters match none.
-        found = (placed[shape_path(path[start:])] for start in range(len(path)) if shape_path(path[start:]) in placed)
+        found = (places[shape_path(path[start:])] for start in range(len(path)) if shape_path(path[start:]) in places)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=next(found, sharding(mesh)))
 
-    reference, beta = jax.eval_shape(partial(first_reference, config=config.algorithm), params)
-    return with_fields(
-        TrainState,
-        params=params,
-        optimizer=jax.tree_util.tree_map_with_path(place, moments),
-        reference=jax.tree_util.tree_map_with_path(place, reference),
-        beta=jax.tree_util.tree_map_with_path(place, beta),
-    )
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:

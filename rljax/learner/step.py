@@ -32,7 +32,15 @@ from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.learner.optimizer import Optimizer
 from rljax.learner.routers import count_tokens, no_sums, router_loss, router_metrics, token_copies
-from rljax.learner.state import TrainState, abstract_state, first_reference, learner_params, next_reference
+from rljax.learner.state import (
+    TrainState,
+    abstract_state,
+    critic_optimizer,
+    first_critic,
+    first_reference,
+    learner_params,
+    next_reference,
+)
 from rljax.mesh import DATA_AXES, constrain, sharding
 from rljax.models.arch import Arch
 from rljax.models.decoder import Decoder, Forward, decaying, merge
@@ -114,6 +122,8 @@ class Learner:
         self._init_reference = jax.jit(
             partial(first_reference, config=config.algorithm), out_shardings=(layout.reference, layout.beta)
         )
+        own = critic_optimizer(arch, config)
+        self._init_critic = jax.jit(partial(first_critic, optimizer=own), out_shardings=layout.critic)
         self._step = jax.jit(partial(_train_step, self), donate_argnums=0, out_shardings=(layout, None))
         self._score = jax.jit(partial(_score, self))
 
@@ -123,7 +133,9 @@ class Learner:
 
     def init(self, params: Params) -> TrainState:
         """Return the state before the first step; `params`, of a model or an adapter, become part of it."""
-        return TrainState(params, self._init(params), *self._init_reference(params))
+        reference, beta = self._init_reference(params)
+        critic = None if self._layout.critic is None else self._init_critic(params)
+        return TrainState(params, self._init(params), reference, beta, critic)
 
     def first_adapter(self) -> Params:
         """Return an adapter that changes nothing yet."""
@@ -192,9 +204,9 @@ def _policy(learner: Learner, trained: Params | None, base: Params | None, key: 
     return attach(base, trained, learner.lora, key)
 
 
-def _decode(learner: Learner, decoder: Decoder, micro: DeviceBatch, dropout: float = 0.0) -> Forward:
-    """Run the decoder over one micro-batch, with the sampler's experts where they are known."""
-    model, choices = learner.config.model, micro.choices
+def _decode(decoder: Decoder, micro: DeviceBatch, config: Config, dropout: float = 0.0) -> Forward:
+    """Run a decoder over one micro-batch, with the sampler's experts where they are known."""
+    model, choices = config.model, micro.choices
     return decoder.forward(
         *(micro.tokens, micro.positions, micro.segments),
         parents=micro.parents,
@@ -206,6 +218,14 @@ def _decode(learner: Learner, decoder: Decoder, micro: DeviceBatch, dropout: flo
     )
 
 
+def scored_hidden(
+    decoder: Decoder, micro: DeviceBatch, config: Config, dropout: float = 0.0
+) -> tuple[Float[Array, "r j d"], Routing | None]:
+    """Return the final hidden state before each scored token of one micro-batch is drawn, and the routing of all tokens."""
+    hidden, _, routing = _decode(decoder, micro, config, dropout)
+    return constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), DATA_AXES), routing
+
+
 def _forward(learner: Learner, params: Params, micro: DeviceBatch, dropout: float = 0.0) -> tuple[Array, Array, Routing | None]:
     """Return log-probability and entropy of each scored token of one micro-batch, and the routing of all its tokens.
 
@@ -213,10 +233,9 @@ def _forward(learner: Learner, params: Params, micro: DeviceBatch, dropout: floa
     """
     config = learner.config
     decoder = merge(learner.arch, params)
-    hidden, _, routing = _decode(learner, decoder, micro, dropout)
-    picked = constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), DATA_AXES)
+    hidden, routing = scored_hidden(decoder, micro, config, dropout)
     logp, entropy = token_logprobs(
-        picked,
+        hidden,
         decoder.head_table,
         micro.targets,
         temperature=config.sampler.temperature,
@@ -240,8 +259,8 @@ def _chosen(learner: Learner, params: Params, batch: DeviceBatch) -> Float[Array
         return None
 
     def body(index: Array, counts: Array) -> Array:
-        micro = jax.tree.map(lambda leaf: _micro(leaf, index), batch)
-        routing = _decode(learner, merge(learner.arch, params), micro).routing
+        micro = jax.tree.map(lambda leaf: micro_batch(leaf, index), batch)
+        routing = _decode(merge(learner.arch, params), micro, learner.config).routing
         assert routing is not None, "it was asked for"
         return counts + chosen_sums(routing.choices, token_copies(micro.segments, micro.parents), counts.shape[1])
 
@@ -274,7 +293,7 @@ def _train_step(
 
     def body(index: Array, carry: tuple[Any, Any, Array]) -> tuple[Any, Any, Array]:
         grads, (metrics, router), logps = carry
-        micro, prox, ref = jax.tree.map(lambda leaf: _micro(leaf, index), (batch, logp_prox, logp_ref))
+        micro, prox, ref = jax.tree.map(lambda leaf: micro_batch(leaf, index), (batch, logp_prox, logp_ref))
         (_, (found, logp, sums)), fresh = jax.value_and_grad(loss, has_aux=True)(state.params, index, micro, prox, ref)
         logps = jax.lax.dynamic_update_index_in_dim(logps, logp, index, 0)
         added = combine_metrics(metrics, found), jax.tree.map(jnp.add, router, sums)
@@ -291,20 +310,20 @@ def _train_step(
     if beta is not None and algorithm.kl_target is not None:
         measured = metrics["kl_ref"] / metrics["tokens"]
         beta = jnp.where(metrics["tokens"] > 0, next_beta(beta, measured, algorithm.kl_target, algorithm.kl_gain), beta)
-    return TrainState(update.params, update.state, reference, beta), output
+    return TrainState(update.params, update.state, reference, beta, state.critic), output
 
 
 def _score(learner: Learner, trained: Params | None, batch: DeviceBatch, base: Params | None) -> Float[Array, "m r j"]:
     params = _policy(learner, trained, base)
 
     def body(index: Array, logps: Array) -> Array:
-        micro = jax.tree.map(lambda leaf: _micro(leaf, index), batch)
+        micro = jax.tree.map(lambda leaf: micro_batch(leaf, index), batch)
         logp, _, _ = _forward(learner, params, micro)
         return jax.lax.dynamic_update_index_in_dim(logps, jnp.where(micro.mask, logp, 0.0), index, 0)
 
     return jax.lax.fori_loop(0, batch.num_micro, body, jnp.zeros(batch.mask.shape))
 
 
-def _micro(leaf: Array, index: Array) -> Array:
+def micro_batch(leaf: Array, index: Array) -> Array:
     """Return one micro-batch's part of a batch's array; scalars belong to all."""
     return leaf if leaf.ndim == 0 else jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False)

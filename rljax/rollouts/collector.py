@@ -26,7 +26,7 @@ import numpy as np
 from rljax.config import Config
 from rljax.data.tokenizer import Tokenizer
 from rljax.envs.pool import LocalPool
-from rljax.envs.replies import Reply, score_from
+from rljax.envs.replies import Reply, score_from, turn_rewards
 from rljax.records import Completion, Group, Observation, Provenance, Rollout, SamplingParams, StepResult, Task
 from rljax.rollouts.sampling import train_params
 from rljax.sampler.engine import Engine, Request, draw_key
@@ -295,6 +295,7 @@ class Collector:
             turns=len(episode.texts),
             text="\n".join(episode.texts),
             choices=np.concatenate(episode.choices) if episode.choices else None,
+            turn_rewards=turn_rewards(episode.replies, len(episode.texts)),
         )
 
     def _refuse_failure(self, groups: Sequence[Group]) -> None:

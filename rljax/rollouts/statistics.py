@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rljax.algorithms.advantages import group_outcomes
+from rljax.algorithms.advantages import group_outcomes, least_scored
 from rljax.algorithms.losses import gap_quantile
+from rljax.algorithms.value import explained_variance
 from rljax.config import Config
 from rljax.data.packing import Batch, length_metrics
 from rljax.records import Group
@@ -26,7 +27,7 @@ def rollout_metrics(groups: Sequence[Group], config: Config) -> dict[str, float]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [rollout.score for rollout in rollouts if rollout.score.status == "score"]
     lengths = length_metrics([rollout for rollout in rollouts if rollout.turns])
-    outcomes = group_outcomes([rollout.score.value for rollout in rollouts], owners)
+    outcomes = group_outcomes([rollout.score.value for rollout in rollouts], owners, least_scored(config.algorithm))
     values: dict[str, float] = {f"completion/{name.removeprefix('completion_')}": value for name, value in lengths.items()}
     values |= {
         "rollouts/error_fraction": float(np.mean([rollout.score.status == "error" for rollout in rollouts])),
@@ -82,3 +83,23 @@ def update_metrics(batch: Batch, sums: Mapping[str, Any], logp_prox: np.ndarray)
         "pack/padding_fraction": batch.padding_fraction,
         "tokens/trained": float(sums["tokens"]),
     }
+
+
+def critic_metrics(batch: Batch, values: np.ndarray, returns: np.ndarray, sums: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of one update of the critic; explained variance is left out where all returns are equal.
+
+    Args:
+        batch: What it was made on.
+        values: The critic's values when the returns were computed, [m, r, j].
+        returns: What they should have been, [m, r, j].
+        sums: The loss's sums over the step, as `CriticOutput.metrics` holds them, on the host.
+    """
+    known, target = values[batch.mask], returns[batch.mask]
+    found = {
+        "critic/value_loss": float(sums["value_loss"]),
+        "critic/clip_fraction": float(sums["value_clipped"]) / max(len(known), 1),
+    }
+    if len(known):
+        found |= {"critic/value_mean": float(np.mean(known)), "critic/return_mean": float(np.mean(target))}
+    explained = explained_variance(known, target)
+    return found if explained is None else found | {"critic/explained_variance": explained}

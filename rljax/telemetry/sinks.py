@@ -221,6 +221,7 @@ def _rollout_row(task: Task, rollout: Rollout) -> dict[str, Any]:
         "detail": rollout.score.detail,
         "finish_reason": rollout.finish_reason,
         "turns": rollout.turns,
+        "turn_rewards": rollout.turn_rewards,
         "messages": task.messages,
         "answer": task.answer,
         "tokens": rollout.tokens,

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.algorithm_config import AlgorithmConfig
 from rljax.algorithms.correction import importance_weights, kept_tokens
 from rljax.algorithms.rollout_sums import rollout_sum
-from rljax.config import AlgorithmConfig
 
 GAP = np.log(np.array([2.0, 0.5, 4.0, 0.25, 3.0], np.float32))
 """Rollout 0 has ratios 2, 1/2 and 4 (product 4, geometric mean 4^(1/3)), rollout 1 has 1/4 and 3 (3/4 and sqrt(3)/2)."""

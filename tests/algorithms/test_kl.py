@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.algorithm_config import AlgorithmConfig
 from rljax.algorithms.kl import KL_ESTIMATORS, next_beta
 from rljax.algorithms.losses import ScoredTokens, policy_loss
-from rljax.config import AlgorithmConfig
 
 
 def scalar(value):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.algorithm_config import AlgorithmConfig
 from rljax.algorithms.kl import KL_ESTIMATORS
 from rljax.algorithms.losses import (
     AGGREGATIONS,
@@ -21,7 +22,6 @@ from rljax.algorithms.losses import (
     policy_loss,
     token_weights,
 )
-from rljax.config import AlgorithmConfig
 from rljax.presets import PRESETS
 from tests.reference import policy_loss as reference
 

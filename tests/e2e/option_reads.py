@@ -28,13 +28,14 @@ def main(argv: Sequence[str]) -> int:
         "algorithm.reference_sync_steps=1",
         "algorithm.rollout_rs=token",
         "algorithm.dynamic_sampling=true",
+        "lora.rank=2",
         "optimizer.schedule=cosine",
         "optimizer.decay_steps=4",
         "telemetry.tensorboard=true",
     ]
     from_file = [
         *("train.steps=1", "checkpoint.every=1", "data.source=file", f"data.path={tasks}", f"eval.path={tasks}"),
-        *("algorithm.surrogate=sapo", "lora.rank=2"),
+        *("algorithm.surrogate=sapo", "algorithm.advantage=gae"),
         *(
             "env.name=tests.worlds:Troubled",
             "env.options.share=0.3",

@@ -36,6 +36,13 @@ FROM = {  # what a case is compared with, when it needs more than the common opt
     "experts": (),
     "experts-gap": ("sampler.dtype=bfloat16",),
     "lora": ("lora.rank=2",),
+    # Two batches of two updates: what the first does to the critic shows in the second.
+    "critic": ("algorithm.advantage=gae", "algorithm.num_iterations=2", "train.steps=4", "checkpoint.every=2"),
+    "turns": ("env.name=tests.worlds:Dialogue", "env.options.judged=true", "env.options.answer=Go on."),
+    "by turn": (
+        *("env.name=tests.worlds:Dialogue", "env.options.judged=true", "env.options.answer=Go on."),
+        "algorithm.credit=turn",
+    ),
     "cosine": ("optimizer.schedule=cosine", "optimizer.decay_steps=4"),
 }
 CHANGES = {
@@ -66,6 +73,15 @@ CHANGES = {
     "algorithm.kl_estimator=k2": "kl",
     **{f"algorithm.preset={preset}": "twice" for preset in PRESETS if preset not in ("none", "gdpo")},
     **{f"algorithm.advantage={row}": "" for row in ("rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl")},
+    "algorithm.advantage=gae": "",
+    "algorithm.gamma=0.5": "critic",
+    "algorithm.gae_lambda=0.5": "critic",
+    "algorithm.whiten_advantages=false": "critic",
+    "algorithm.cliprange_value=0.0001": "critic",
+    "algorithm.critic_warmup_steps=2": "critic",
+    "optimizer.critic_learning_rate=0.5": "critic",
+    "algorithm.credit=turn": "turns",
+    "algorithm.gamma=0.25": "by turn",
     "algorithm.reward_weights.characters=0.5": "named",
     "algorithm.overlong_buffer_len=4": "",
     "algorithm.overlong_penalty_factor=0.5": "long",

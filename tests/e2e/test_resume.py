@@ -75,19 +75,22 @@ MOVING = (
     *("train.steps=6", "checkpoint.keep=9", "telemetry.live=plain"),
 )
 """Groups are replaced, and the reference and its weight move."""
+CRITIC = ("algorithm.preset=ppo", "algorithm.critic_warmup_steps=1", "train.steps=6", "checkpoint.keep=9")
+"""A critic learns, at first alone."""
 
 
 @pytest.mark.slow
-def test_a_run_with_everything_that_moves_dies_at_many_stages(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [MOVING, CRITIC], ids=["moving", "critic"])
+def test_a_run_with_everything_that_moves_dies_at_many_stages(server: Server, tmp_path: Path, options: tuple[str, ...]) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
-    assert server.run(["train", *overrides(whole, *MOVING)]) == 0, server.output
+    assert server.run(["train", *overrides(whole, *options)]) == 0, server.output
     for point in ("loop.collected:2", "checkpoint.committed:1", "loop.updating:2", "loop.saving:1"):
-        assert server.run(["train", *overrides(run, *MOVING)], RLJAX_CRASH_AT=point) == KILLED, (point, server.output)
-    assert server.run(["train", *overrides(run, *MOVING)]) == 0, server.output
+        assert server.run(["train", *overrides(run, *options)], RLJAX_CRASH_AT=point) == KILLED, (point, server.output)
+    assert server.run(["train", *overrides(run, *options)]) == 0, server.output
     assert state_bits(run, 6) == state_bits(whole, 6)
     assert metric_rows(run) == metric_rows(whole)
     assert rollout_rows(run) == rollout_rows(whole)
-    assert max(row["groups/sampled"] for row in metric_rows(whole)) > 4, "some groups were replaced"
+    assert (max(row["groups/sampled"] for row in metric_rows(whole)) > 4) == (options == MOVING), "some groups were replaced"
 
 
 def newest_checkpoint(run: Path) -> int:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from rljax.config import Section
 from rljax.records import Observation, StepResult, Task
+from rljax.section import Section
 
 _leak: list[bytearray] = []
 

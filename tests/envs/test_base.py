@@ -21,7 +21,7 @@ def test_names_and_places_resolve_to_classes() -> None:
         ("", "package.module:Class"),
         ("no_such_package.envs:World", "importing 'no_such_package.envs' failed"),
         ("rljax.envs.arithmetic:Aritmetic", "did you mean 'Arithmetic'"),
-        ("rljax.records:Task", "lacks reset, step, close, Options (a subclass of rljax.config.Section)"),
+        ("rljax.records:Task", "lacks reset, step, close, Options (a subclass of rljax.section.Section)"),
         ("json:dumps", "lacks"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 
 from rljax.envs.base import task_maker
 from rljax.envs.pool import LocalPool, Reply
-from rljax.envs.replies import score_from
+from rljax.envs.replies import score_from, turn_rewards
 from rljax.records import Observation, StepResult, Task
 
 FAULTY = "tests.envs.faulty:Faulty"
@@ -442,6 +442,10 @@ def test_scores_sum_rewards_and_keep_failures_apart() -> None:
     assert (failed.status, failed.value, failed.detail) == ("timeout", None, "too late")
     assert score_from([step(None, True)]).status == "error"
     assert score_from([]).status == "error"
+    late = Reply("e", "step", "timeout", None, "too late")
+    assert turn_rewards([step(0.25), step(None), step(0.0, True)], 3) == (0.25, None, 0.0)
+    assert turn_rewards([step(0.25), late], 2) == (0.25, None), "what was not judged is no reward of 0"
+    assert turn_rewards([], 0) == ()
 
 
 def test_single_turn_throughput(capsys: pytest.CaptureFixture[str]) -> None:

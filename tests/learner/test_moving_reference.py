@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.config import AlgorithmConfig
+from rljax.algorithm_config import AlgorithmConfig
 from rljax.learner.state import first_reference, next_reference
 from tests.tiny_model import batch_of, first_state, host_params, learner_of, some_groups
 

@@ -12,15 +12,20 @@ from rljax.models.arch import Arch
 from rljax.pytree import Params
 
 
-def logits(arch: Arch, params: Params, tokens: Any, xp: Any = np) -> Any:
-    """Return the logits after each token of each row: [rows, tokens, vocabulary]."""
+def hidden_states(arch: Arch, params: Params, tokens: Any, xp: Any = np) -> Any:
+    """Return the normalised final hidden state after each token of each row: [rows, tokens, width]."""
     hidden = params["embed"][tokens]
     for layer in range(arch.num_layers):
         block = {name: value[layer] for name, value in params["layers"].items()}
         hidden = hidden + attention(arch, block, norm(hidden, block["attn_norm"], arch, xp), xp)
         hidden = hidden + mlp(block, norm(hidden, block["mlp_norm"], arch, xp), xp)
+    return norm(hidden, params["final_norm"], arch, xp)
+
+
+def logits(arch: Arch, params: Params, tokens: Any, xp: Any = np) -> Any:
+    """Return the logits after each token of each row: [rows, tokens, vocabulary]."""
     head = params["embed"] if arch.tie_embeddings else params["head"]
-    return norm(hidden, params["final_norm"], arch, xp) @ head.T
+    return hidden_states(arch, params, tokens, xp) @ head.T
 
 
 def logprobs(arch: Arch, params: Params, tokens: Any, temperature: float, xp: Any = np) -> Any:

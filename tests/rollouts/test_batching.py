@@ -1,6 +1,7 @@
 """From groups to batches: advantages before any split, denominators over the step, failures in neither."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.recipe import load
 from rljax.records import FinishReason, Group, Provenance, Rollout, Score, Task
-from rljax.rollouts.batching import Prepared, batch_shape, informative_groups, needs_revision, prepare, revise
+from rljax.rollouts.batching import Prepared, batch_shape, informative_groups, needs_logprobs, prepare, revise
+from tests.reference import critic
 
 PROMPT = 3  # tokens
 
@@ -199,10 +201,10 @@ def scores_like(prepared: Prepared, of_rollout: Callable[[int], float]) -> list[
 def test_the_divergence_comes_off_the_reward_of_each_rollout(portions: tuple[str, ...]) -> None:
     options = (*portions, "algorithm.kl_in_reward=true", "algorithm.beta=0.1", "algorithm.kl_estimator=k1")
     config = settings(*options, "algorithm.scale_rewards=none")
-    assert needs_revision(config)
+    assert needs_logprobs(config)
     prepared = prepare([ONE, TWO], config, batch_shape(config, 1))
     prox, ref = scores_like(prepared, lambda index: -1.0), scores_like(prepared, lambda index: -1.0 - 0.5 * (index % 4))
-    revised = revise(prepared, [ONE, TWO], config, prox, ref, 0.2)  # the weight of this step, not of the recipe
+    revised = revise(prepared, [ONE, TWO], config, prox, ref, None, 0.2)  # the weight of this step, not of the recipe
     net = np.array([1.0, 0.0, 0.0, 0.0]) - 0.2 * 0.5 * np.arange(4) * np.array([2, 3, 4, 5])
     assert revised.advantages.values[:4].tolist() == pytest.approx((net - net.mean()).tolist(), rel=1e-5)
     assert of(revised.batches[0], "advantage", 3) == pytest.approx([net[3] - net.mean()] * 5, rel=1e-5)
@@ -216,7 +218,7 @@ def test_each_token_has_the_return_of_what_comes_after_it() -> None:
     config = settings("algorithm.preset=reinforce_pp", "algorithm.beta=0.1")
     prepared = prepare([ONE, TWO], config, batch_shape(config, 1))
     prox, ref = scores_like(prepared, lambda index: -1.0), scores_like(prepared, lambda index: -2.0)
-    (batch,) = revise(prepared, [ONE, TWO], config, prox, ref, 0.1).batches
+    (batch,) = revise(prepared, [ONE, TWO], config, prox, ref, None, 0.1).batches
     got = of(batch, "advantage", 0)  # 2 tokens: 1 - 0.2 and 1 - 0.1, whitened
     all_returns = np.concatenate(
         [[r - 0.1 * (n - t) for t in range(n)] for r, n in zip([1, 0, 0, 0, 0, 0, 1, 1], [2, 3, 4, 5] * 2, strict=True)]
@@ -232,7 +234,7 @@ def test_what_is_too_far_from_the_sampler_leaves_the_loss_and_its_denominators(l
     prepared = prepare([ONE, TWO], config, batch_shape(config, 1))
     far = np.log([1.0, 3.0, 1 / 3, 1.2])
     prox = scores_like(prepared, lambda index: -1.0 + float(far[index % 4]) * (index < 4))
-    revised = revise(prepared, [ONE, TWO], config, prox, None, 0.0)
+    revised = revise(prepared, [ONE, TWO], config, prox, None, None, 0.0)
     first, second = revised.batches
     assert sorted(set(first.rollout[first.mask].tolist())) == [index for index in range(4) if index not in gone]
     remaining = sum([2, 3, 4, 5][index] for index in range(4) if index not in gone)
@@ -243,3 +245,74 @@ def test_what_is_too_far_from_the_sampler_leaves_the_loss_and_its_denominators(l
     assert revised.rejected_fraction == pytest.approx(sum([2, 3, 4, 5][index] for index in gone) / 28)
     assert of(first, "advantage", 0) == [1.5, 1.5], "the rewards stay in the statistics"
     assert revised.advantages.values.tolist() == prepared.advantages.values.tolist()
+
+
+@pytest.mark.parametrize("portions", [(), ("train.mini_batch_size=1",)])
+def test_a_critics_values_become_advantages_and_returns_in_the_slots_of_their_tokens(portions: tuple[str, ...]) -> None:
+    options = ("algorithm.preset=ppo", "algorithm.whiten_advantages=false", "algorithm.gamma=0.9", "algorithm.gae_lambda=0.5")
+    config = settings(*portions, *options)
+    prepared = prepare([ONE, TWO], config, batch_shape(config, 1))
+    assert prepared.returns == ()
+    expected = [values + np.arange(values.shape[-1], dtype=np.float32) / 8 for values in scores_like(prepared, lambda i: i / 4)]
+    prox, ref = scores_like(prepared, lambda index: -1.0), scores_like(prepared, lambda index: -1.5)
+    revised = revise(prepared, [ONE, TWO], config, prox, ref, expected, 0.2)
+    per_batch = 8 // len(revised.batches)
+    for number, rollout in enumerate([*ONE.rollouts, *TWO.rollouts]):
+        part, index = divmod(number, per_batch)
+        batch, returns = revised.batches[part], revised.returns[part]
+        values = expected[part][batch.rollout == index].tolist()
+        rewards = critic.rewards_of([(rollout.score.value, len(values))], rollout.score.value or 0.0, [0.1] * len(values))
+        want = critic.advantages(rewards, values, 0.9, 0.5)
+        assert of(batch, "advantage", index) == pytest.approx(want, abs=1e-6)
+        own = returns[batch.rollout == index]
+        assert own.tolist() == pytest.approx([a + v for a, v in zip(want, values, strict=True)], abs=1e-6)
+    for batch, returns in zip(revised.batches, revised.returns, strict=True):
+        assert (returns[~batch.mask] == 0).all()
+
+
+def test_a_critic_needs_no_log_probabilities_of_its_own() -> None:
+    config = settings(
+        "algorithm.advantage=gae", "algorithm.mask_truncated_completions=true", "algorithm.whiten_advantages=false"
+    )
+    assert not needs_logprobs(config)
+    cut = group("one", [1.0, None, 0.5, 1.0])
+    cut = Group(cut.task, (*cut.rollouts[:3], rollout("one", 3, 1.0, 5, "length")))
+    prepared = prepare([cut, TWO], config, batch_shape(config, 1))
+    (batch,) = revise(prepared, [cut, TWO], config, None, None, scores_like(prepared, lambda index: 0.0), 0.0).batches
+    assert of(batch, "advantage", 0) == pytest.approx([0.95, 1.0])
+    assert not {1, 3} & set(batch.rollout[batch.mask].tolist()), "not scored, and cut"
+
+
+def conversation(attempt: int, rewards: tuple[float | None, ...]) -> Rollout:
+    """Return a rollout of two messages, of 2 and 3 tokens, with what the environment gave for them."""
+    whole = rollout("one", attempt, sum(reward or 0.0 for reward in rewards), 6)
+    whole.provenance[PROMPT + 2] = Provenance.ENVIRONMENT
+    return replace(whole, turns=2, turn_rewards=rewards)
+
+
+def test_rewards_of_turns_are_compared_with_those_of_the_same_turn() -> None:
+    rows = ((1.0, 0.0), (0.0, 1.0), (None, 0.5), (0.0, 0.5))
+    members = tuple(conversation(attempt, row) for attempt, row in enumerate(rows))
+    (batch,) = made([Group(ONE.task, members)], "algorithm.credit=turn", "algorithm.scale_rewards=none").batches
+    first, second = np.array([1.0, 1.0, 0.5, 0.5]) - 0.75, np.array([0.0, 1.0, 0.5, 0.5]) - 0.5
+    for index in range(4):
+        assert of(batch, "advantage", index) == pytest.approx([first[index]] * 2 + [second[index]] * 3)
+
+
+def test_where_turns_are_not_judged_the_score_is_that_of_the_last_one() -> None:
+    members = tuple(replace(conversation(attempt, (None, float(attempt))), turn_rewards=()) for attempt in range(4))
+    options = ("algorithm.credit=turn", "algorithm.scale_rewards=none", "algorithm.gamma=0.5")
+    (batch,) = made([Group(ONE.task, members)], *options).batches
+    assert of(batch, "advantage", 3) == pytest.approx([0.75] * 2 + [1.5] * 3)
+
+
+def test_turns_may_differ_where_the_sums_do_not() -> None:
+    members = tuple(conversation(attempt, (float(attempt % 2), float(1 - attempt % 2))) for attempt in range(4))
+    groups = [Group(ONE.task, members), Group(ONE.task, tuple(conversation(attempt, (0.5, None)) for attempt in range(4)))]
+    assert informative_groups(groups, settings("algorithm.credit=turn")) == [True, False]
+    assert informative_groups(groups, settings()) == [False, False]
+
+
+def test_a_reward_for_each_turn_or_none() -> None:
+    with pytest.raises(ValueError, match="turn_rewards has 1 entries for 2 turns"):
+        conversation(0, (1.0,))

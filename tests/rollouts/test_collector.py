@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rljax.convert import Checkpoint, read_checkpoint
+from rljax.data.packing import message_lengths
 from rljax.data.tokenizer import Tokenizer
 from rljax.envs.base import task_maker
 from rljax.envs.pool import LocalPool
@@ -211,6 +212,7 @@ def test_tokens_of_a_conversation_stay_what_they_were(tokenizer: Tokenizer, tmp_
         assert rollout.logp_behavior.tolist() == pytest.approx(logps)
         assert rollout.versions.tolist() == [VERSION if who == Provenance.MODEL else -1 for who in expected]
         assert (rollout.turns, rollout.text) == (2, "What\nWhat")
+        assert rollout.turn_rewards == (None, rollout.score.value)
     assert {request.cache_key for request in engine.asked} == {("train/0", 0), ("train/0", 1)}
     assert sorted(engine.released) == [("train/0", 0), ("train/0", 1)], "each once, when its episode is over"
     second = engine.asked[-1]
@@ -243,7 +245,7 @@ def test_long_conversations_keep_their_books(tokenizer: Tokenizer, tmp_path: Pat
         written.setdefault(request.ticket, []).append(tokens)
         return tokens
 
-    options = {"turns": 4, "answer": "Go."}
+    options = {"turns": 4, "answer": "Go.", "judged": True}
     with collecting(tokenizer, tmp_path, ScriptedEngine(say), "Dialogue", options) as collector:
         groups = collect(collector, 4, 8)
     for rollout in rollouts(groups):
@@ -253,6 +255,10 @@ def test_long_conversations_keep_their_books(tokenizer: Tokenizer, tmp_path: Pat
         assert rollout.tokens[rollout.mask].tolist() == model
         assert (rollout.logp_behavior != 0).tolist() == rollout.mask.tolist()
         assert rollout.turns in range(1, 5)
+        assert len(rollout.turn_rewards) == rollout.turns == len(message_lengths(rollout))
+        judged = [reward for reward in rollout.turn_rewards if reward is not None]
+        assert len(judged) == rollout.turns
+        assert rollout.score.value == pytest.approx(sum(judged))
     assert any(rollout.turns == 4 for rollout in rollouts(groups))
 
 
@@ -348,6 +354,7 @@ def test_half_may_fail(tokenizer: Tokenizer, tmp_path: Path) -> None:
         groups = collect(collector)
     for rollout in rollouts(groups):
         assert (rollout.turns, len(rollout.tokens), rollout.score.status) == (0, 0, "error")
+        assert rollout.turn_rewards == ()
     assert engine.asked == []
 
 
@@ -382,6 +389,7 @@ def test_a_conversation_that_grows_too_long_ends(tokenizer: Tokenizer, tmp_path:
     for rollout in rollouts(groups):
         assert rollout.finish_reason == "length"
         assert 1 < rollout.turns < 9
+        assert rollout.turn_rewards == (None,) * rollout.turns
         assert f"the conversation of {rollout.turns} turns has {len(rollout.tokens)} tokens" in rollout.score.detail
 
 

@@ -7,7 +7,7 @@ from rljax.algorithms.losses import METRICS
 from rljax.data.packing import Batch, PackShape, pack
 from rljax.recipe import load
 from rljax.records import FinishReason, Group, Provenance, Rollout, Score, Task
-from rljax.rollouts.statistics import rollout_metrics, update_metrics
+from rljax.rollouts.statistics import critic_metrics, rollout_metrics, update_metrics
 from rljax.telemetry.metrics import as_numbers
 
 
@@ -107,3 +107,26 @@ def test_a_step_without_tokens_has_metrics_of_zero() -> None:
     found = update_metrics(a_batch(), dict.fromkeys(METRICS, np.float32(0)), a_batch().logp_behavior)
     assert all(np.isfinite(value) for value in found.values())
     assert (found["policy/entropy"], found["gap/logp_p95"]) == (0.0, 0.0)
+
+
+def test_a_critic_is_measured_on_the_trained_tokens() -> None:
+    batch = a_batch()
+    values, returns = (np.full(batch.mask.shape, np.nan, np.float32) for _ in range(2))
+    values[batch.mask], returns[batch.mask] = [0.0, 1.0, 0.0, 1.0, 0.5], [1.0, 1.0, 0.0, 0.0, 0.5]
+    found = critic_metrics(batch, values, returns, {"value_loss": np.float32(0.2), "value_clipped": np.float32(2)})
+    assert as_numbers(found) == {
+        "critic/value_loss": pytest.approx(0.2),
+        "critic/clip_fraction": pytest.approx(0.4),
+        "critic/value_mean": pytest.approx(0.5),
+        "critic/return_mean": pytest.approx(0.5),
+        "critic/explained_variance": pytest.approx(1 - (2 / 5) / (1 / 5)),
+    }
+    nothing = {"value_loss": np.float32(0), "value_clipped": np.float32(0)}
+    assert "critic/explained_variance" not in critic_metrics(batch, values, np.ones_like(returns), nothing)
+
+
+def test_with_a_critic_a_single_score_is_no_dropped_group() -> None:
+    groups = [Group(Task("t", ()), (scored(1.0),)), Group(Task("u", ()), (FAILED,))]
+    config = load(None, ["algorithm.advantage=gae", "algorithm.num_generations=1"])
+    assert rollout_metrics(groups, config)["groups/dropped"] == 1
+    assert rollout_metrics(groups, CONFIG)["groups/dropped"] == 2

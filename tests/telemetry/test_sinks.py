@@ -39,6 +39,7 @@ def rollout(text: str = "7", attempt: int = 0, score: Score | None = None) -> Ro
         score=score or Score("score", 1.0, {"answer": 1.0}),
         turns=1,
         text=text,
+        turn_rewards=(None if score and score.value is None else 1.0,),
     )
 
 
@@ -191,6 +192,7 @@ def test_rollouts_are_logged_exactly(tmp_path: Path) -> None:
         "detail": "",
         "finish_reason": "stop",
         "turns": 1,
+        "turn_rewards": [1.0],
         "messages": [{"role": "user", "content": "What is 3 + 4?"}],
         "answer": "7",
         "tokens": [1, 5, 6, 2],
