@@ -89,8 +89,8 @@ class Engine:
             open_text: Opens a stream from the tokens of one completion to text; stop strings need it.
 
         Raises:
-            ValueError: slots do not divide over the mesh, nothing ends a completion, the cache is too small, or the model has
-                no experts whose choice could be recorded.
+            ValueError: slots do not divide over the mesh, nothing ends a completion, the cache is too small, or there are no
+                experts to record.
         """
         self.shards = data_shards(mesh)
         _refuse_unfit(arch, slots, self.shards, stop_ids, record_routing)
@@ -100,30 +100,24 @@ class Engine:
         self._rows = -(-per_shard // readers)  # prompts per prefill and data shard
         cache_share = None if cache_tokens is None else cache_tokens // self.shards
         chunk = max_prompt_length if prefill_chunk is None else prefill_chunk
-        self._shapes = shapes_of(
-            *(per_shard, self._rows, max_prompt_length, max_completion_length, chunk, cache_share), continued=reuse_cache
-        )
-        prompt_arenas, own_arenas = self._shapes.prompt_arenas, self._shapes.own_arenas
-        ledgers = [Ledger(self.shards, readers, Pool(prompt_arenas), Pool(own_arenas)) for _ in range(self.shards)]
+        sizes = per_shard, self._rows, max_prompt_length, max_completion_length, chunk, cache_share
+        self._shapes = shapes_of(*sizes, continued=reuse_cache)
+        pools = self._shapes.prompt_arenas, self._shapes.own_arenas
+        ledgers = [Ledger(self.shards, readers, Pool(pools[0]), Pool(pools[1])) for _ in range(self.shards)]
         self._schedule = Schedule(ledgers, per_shard, decode_chunk_steps, chunk, reuse_cache)
         self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
         self._ends, self._row_sharding = frozenset(stop_ids), sharding(mesh, DATA_AXES)
-        self._logprobs, self._open_text = logprobs, open_text
-        # XLA:CPU writes into a bfloat16 array by converting all of it to float32 and back.
-        cache_dtype = jnp.dtype("float32" if mesh.devices.flat[0].platform == "cpu" else dtype)
-        sizes = slots, prompt_arenas, own_arenas, max_completion_length
-        self._state: Slots = empty_slots(arch, *sizes, cache_dtype, mesh, record_routing, logprobs)
+        self._logprobs, self._open_text, kind = logprobs, open_text, _cache_dtype(mesh, dtype)
+        self._state: Slots = empty_slots(arch, slots, *pools, max_completion_length, kind, mesh, record_routing, logprobs)
         # The slots are donated: a program that copied the cache instead of updating it would double the memory.
         layout = slots_sharding(mesh)
-        self._fill, self._extend = (
-            jax.jit(partial(program, arch, mesh), donate_argnums=1, out_shardings=(layout, self._row_sharding))
-            for program in (fill, extend)
-        )
+        both = layout, self._row_sharding
+        self._fill = jax.jit(partial(fill, arch, mesh), donate_argnums=1, out_shardings=both)
+        self._extend = jax.jit(partial(extend, arch, mesh), donate_argnums=1, out_shardings=both)
         self._start = jax.jit(start, donate_argnums=0, out_shardings=layout.progress)
         self._decode = jax.jit(partial(decode_chunk, arch, mesh, decode_chunk_steps), donate_argnums=1, out_shardings=layout)
         self._score = jax.jit(partial(score_prompts, arch))
-        self._params: Params | None = None
-        self._version = -1
+        self._params, self._version = None, -1
         self._rules: tuple[dict[int, SamplingParams], Rules] | None = None  # who asks for what, and the same on the device
 
     def set_weights(self, params: Params, version: int) -> None:
@@ -430,6 +424,11 @@ def _refuse_unfit(arch: Arch, slots: int, shards: int, stop_ids: Sequence[int], 
         raise ValueError(f"sampler.slots ({slots}) must be a multiple of mesh.replica x mesh.fsdp ({shards})")
     if not stop_ids:
         raise ValueError("no token ends a completion; set eos_token_id in the checkpoint's generation_config.json")
+
+
+def _cache_dtype(mesh: Mesh, dtype: Any) -> jnp.dtype:
+    # XLA:CPU writes into a bfloat16 array by converting all of it to float32 and back.
+    return jnp.dtype("float32" if mesh.devices.flat[0].platform == "cpu" else dtype)
 
 
 def _ended(params: SamplingParams, drawn: np.ndarray, stop: str | None, ends: frozenset[int]) -> str | int | None:
