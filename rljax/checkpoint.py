@@ -29,9 +29,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -395,7 +396,7 @@ def save_params(directory: Path, params: PyTree, files: Mapping[str, bytes], *, 
             multihost_utils.sync_global_devices(f"model checkpoint {target}")
 
 
-def load_params(directory: Path, abstract: PyTree) -> PyTree:
+def load_params(directory: Path, abstract: PyTree, change: Callable[[str, jax.Array], Any] | None = None) -> PyTree:
     """Load the parameters of a model checkpoint onto the given shardings, after checking every file of it.
 
     Floating-point leaves are converted to the type asked for, so that a model stored in bfloat16 can be trained in
@@ -404,6 +405,7 @@ def load_params(directory: Path, abstract: PyTree) -> PyTree:
     Args:
         directory: A folder written by `save_params`.
         abstract: Tree of `jax.ShapeDtypeStruct` with shardings.
+        change: From the name of a leaf and the leaf to what takes its place; then one leaf is read and changed at a time.
 
     Returns:
         The parameters, in the structure of `abstract`.
@@ -412,13 +414,15 @@ def load_params(directory: Path, abstract: PyTree) -> PyTree:
         ValueError: There is no model checkpoint, or it differs from `abstract` in a leaf, its shape or its type.
         StorageError: A file is missing or damaged, or reading failed.
     """
-    source = _model_folder(directory)
-    wanted = wanted_leaves(abstract)
+    source, wanted = _model_folder(directory), wanted_leaves(abstract)
     body, damage = _verify(source)
     if damage is not None:
         raise StorageError(f"the model checkpoint {source} is damaged: {damage}. Convert or copy it again")
     check_leaves(body["leaves"], wanted, f"the model checkpoint {source}", convert=True)
-    return like(abstract, _read_arrays(source / _PARAMS, body["leaves"], wanted))
+    read = partial(_read_arrays, source / _PARAMS, body["leaves"])
+    if change is None:
+        return like(abstract, read(wanted))
+    return like(abstract, {name: jax.block_until_ready(change(name, read({name: wanted[name]})[name])) for name in wanted})
 
 
 def load_files(directory: Path) -> dict[str, bytes]:
@@ -522,14 +526,12 @@ def _read_arrays(
     source: Path, saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
     """Read verified arrays onto their shardings."""
-    stored = {}
-    for name, leaf in wanted.items():
-        data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
-        stored[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+    data = {name: jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf for name, leaf in wanted.items()}
+    stored = {name: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=wanted[name].sharding) for name, part in data.items()}
     try:
-        restore_args = ocp.checkpoint_utils.construct_restore_args(stored)
+        asked = ocp.checkpoint_utils.construct_restore_args(stored)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reading:
-            found = reading.restore(source, args=ocp.args.PyTreeRestore(item=stored, restore_args=restore_args))
+            found = reading.restore(source, args=ocp.args.PyTreeRestore(item=stored, restore_args=asked, partial_restore=True))
     except (OSError, ValueError) as error:  # the files are what was saved and the leaves agree, so reading them failed
         raise StorageError(f"{source} could not be read: {error}") from error
     for name, leaf in wanted.items():

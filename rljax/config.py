@@ -51,6 +51,11 @@ class LoraConfig(Section):
         "Projections with factors, of q_proj k_proj v_proj o_proj gate_proj up_proj down_proj; `all-linear` alone for all.",
         min_length=1,
     )
+    base_dtype: Literal["as-is", "int8", "nf4"] = option(
+        "as-is",
+        "How the large weights of the frozen model are kept: in model.param_dtype, or quantised to 8 or 4 bits (QLoRA), which "
+        "needs `pip install 'rljax[qlora]'`.",
+    )
     adapter: PathOption | None = option(None, "Begin with this adapter of the same model: the adapter/ of another run.")
 
     def _broken_rules(self) -> Iterator[str]:
@@ -257,6 +262,11 @@ class Config(Section):
             yield "sampler.temperature = 0 makes all rollouts of a group equal; set it above 0 (eval.temperature may be 0)"
         if self.lora.rank == 0 and self.sampler.lora != "merged":
             yield f"sampler.lora = '{self.sampler.lora}' has no effect with lora.rank = 0; remove one"
+        if self.lora.base_dtype != "as-is" and self.model.remat == "none":
+            yield (
+                f"model.remat = 'none' would keep all weights of a base that lora.base_dtype = '{self.lora.base_dtype}' makes "
+                "small for the backward pass, dequantised; set it to 'dots' or 'full'"
+            )
         if self.lora.rank and self.algorithm.reference_mixup_alpha < 1:
             yield (
                 f"algorithm.reference_mixup_alpha ({self.algorithm.reference_mixup_alpha}) would average the factors of an "

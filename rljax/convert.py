@@ -261,7 +261,10 @@ def _write_adapter(report: ConvertReport, adapter: Adapter, verify: Verify) -> C
 
 
 def read_checkpoint(
-    directory: Path, shardings: Callable[[Arch, Params], Params] | None = None, dtype: str = "float32"
+    directory: Path,
+    shardings: Callable[[Arch, Params], Params] | None = None,
+    dtype: str = "float32",
+    change: Callable[[str, jax.Array], Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of rljax and load its parameters onto the devices.
 
@@ -269,6 +272,7 @@ def read_checkpoint(
         directory: A folder written by `convert` or by training.
         shardings: From the architecture and the abstract parameters to the sharding of each; default: all on the first device.
         dtype: Type of the loaded parameters.
+        change: What is made of each parameter, one at a time, by name; default: nothing.
 
     Raises:
         ValueError: There is no checkpoint, or of another format; says how to make one.
@@ -281,7 +285,7 @@ def read_checkpoint(
     else:
         placed = shardings(arch, abstract)
     abstract = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract, placed)
-    return Checkpoint(arch, load_params(directory, abstract), directory)
+    return Checkpoint(arch, load_params(directory, abstract, change), directory)
 
 
 def show_plan(report: ConvertReport, console: Console) -> None:

@@ -114,6 +114,6 @@ def _is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def like(abstract: PyTree, leaves: Mapping[str, jax.Array]) -> PyTree:
-    """Put named leaves back into the structure of `abstract`."""
+def like(abstract: PyTree, leaves: Mapping[str, Any]) -> PyTree:
+    """Put named leaves, or what took their place, back into the structure of `abstract`."""
     return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in named_leaves(abstract)])

@@ -37,6 +37,7 @@ from rljax.learner.state import TrainState
 from rljax.learner.step import DeviceBatch, Learner
 from rljax.manifest import MANIFEST
 from rljax.mesh import build_mesh, data_shards
+from rljax.models.quantized import num_bytes
 from rljax.pytree import Params
 from rljax.records import Group, RunMeta
 from rljax.rollouts.batching import Prepared, batch_shape, needs_logprobs, prepare, revise
@@ -142,8 +143,10 @@ def check(config: Config, report: Callable[[str], None] = lambda text: None) -> 
         trained, frozen = (
             sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (learner.abstract_state.params, learner.abstract_model)
         )
+        size = num_bytes(learner.abstract_base) / 1e6
         report(
-            f"adapter: {trained:,} parameters beside {frozen:,}, scale {learner.lora.scale:g}, {' '.join(learner.lora.targets)}"
+            f"adapter: {trained:,} parameters beside {frozen:,} in {size:,.1f} MB ({config.lora.base_dtype}), "
+            f"scale {learner.lora.scale:g}, {' '.join(learner.lora.targets)}"
         )
     report(f"mesh: {dict(mesh.shape)} on {mesh.devices.flat[0].device_kind}")
     report(f"batch: up to {shape.micro_batches} micro-batches of {shape.rows} rows of {shape.length} tokens")
@@ -179,7 +182,7 @@ class _Run:
         self.critic = Critic(self.learner) if config.algorithm.advantage == "gae" else None
         self.shape = batch_shape(config, data_shards(self.stack.mesh), self.learner.replayed)
         self.state, self.meta = self._first_state(report)
-        self.base = None if self.learner.lora is None else self._load()
+        self.base = None if self.learner.lora is None else self._load_base()
         self.reference = self._fixed_reference()
         self.dir.record_launch(config, [str(device) for device in self.stack.mesh.devices.flat], began)
         self.rollout_log = RolloutLog(self.dir.rollouts) if config.telemetry.rollouts else None
@@ -228,10 +231,15 @@ class _Run:
         if newest is not None and (changes := self.dir.differences(self.config)):
             raise ValueError(_changed(self.dir.path, "; ".join(changes)))
 
-    def _load(self) -> Params:
+    def _load(self, change: Callable[[str, jax.Array], Any] | None = None) -> Params:
         """Load the model of the configuration onto the learner's layout."""
-        layout = jax.tree.map(lambda leaf: leaf.sharding, self.learner.abstract_model)
-        return read_checkpoint(self.config.model.checkpoint, lambda arch, shapes: layout, self.config.model.param_dtype).params
+        layout, model = jax.tree.map(lambda leaf: leaf.sharding, self.learner.abstract_model), self.config.model
+        return read_checkpoint(model.checkpoint, lambda arch, shapes: layout, model.param_dtype, change).params
+
+    def _load_base(self) -> Params:
+        """Load the model that an adapter belongs to, and quantise it weight by weight if it is to be kept so."""
+        kept = None if self.config.lora.base_dtype == "as-is" else self.learner.kept
+        return self._load(kept)
 
     def _first_params(self) -> Params:
         """Return what is trained as it is before the first step: the model, or a new or a given adapter of it."""

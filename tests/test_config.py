@@ -101,6 +101,8 @@ def test_a_configuration_is_frozen_and_closed() -> None:
         ({"lora": {"alpha": 8.0}}, ["lora.alpha", "lora.rank = 0"]),
         ({"lora": {"rank": 4, "target_modules": ("all-linear", "q_proj")}}, ["lora.target_modules", "'all-linear'"]),
         ({"sampler": {"lora": "separate"}}, ["sampler.lora", "lora.rank = 0"]),
+        ({"lora": {"base_dtype": "nf4"}}, ["lora.base_dtype", "lora.rank = 0"]),
+        ({"lora": {"rank": 4, "base_dtype": "int8"}, "model": {"remat": "none"}}, ["model.remat = 'none'", "'int8'", "'dots'"]),
         (
             {"lora": {"rank": 4}, "algorithm": {"beta": 0.1, "reference_sync_steps": 1, "reference_mixup_alpha": 0.5}},
             ["algorithm.reference_mixup_alpha (0.5)", "lora.rank"],

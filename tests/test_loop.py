@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 
 from rljax.checkpoint import load_params
-from rljax.conversion.adapter import read_card
+from rljax.conversion.adapter import base_identity, read_card
 from rljax.convert import read_arch, read_checkpoint
 from rljax.data.tokenizer import Tokenizer
 from rljax.loop import TrainResult, check, train
+from rljax.models.decoder import count
 from rljax.models.lora import TARGETS, abstract_adapter, merged
 from rljax.telemetry.metrics import METRICS
+from tests.models.test_quantized import dequantised_by_hand, quantised_layers
 from tests.tiny_run import (
     compiled_once,
     config,
@@ -296,6 +299,30 @@ def test_an_adapter_sampled_beside_its_base_trains_alike(adapted: Path, tmp_path
     assert step_metrics(tmp_path / "run")[4]["gap/logp_max"] == pytest.approx(step_metrics(adapted)[4]["gap/logp_max"], rel=0.1)
 
 
+def test_a_run_beside_a_quantised_base(tmp_path: Path) -> None:
+    options = (*LORA, "lora.base_dtype=nf4", "checkpoint.every=1")
+    whole = tmp_path / "whole"
+    result = train(config(whole, *options, "train.steps=2"))
+    assert result.metrics["gap/logp_max"] < 1e-4, "the sampler draws from the base that the learner has"
+    assert read_card(whole / "adapter").base == base_identity(tiny_checkpoint())
+    for steps in (1, 2):
+        train(config(tmp_path / "parts", *options, f"train.steps={steps}"))
+    assert state_bits(tmp_path / "parts", 2) == state_bits(whole, 2)
+    assert param_bits(tmp_path / "parts" / "model") == param_bits(whole / "model")
+    assert metric_rows(tmp_path / "parts") == metric_rows(whole)
+    with pytest.raises(ValueError, match=r"another configuration.*lora\.base_dtype"):
+        train(config(whole, *LORA, "lora.base_dtype=int8", "checkpoint.every=1", "train.steps=3"))
+
+    loaded, spec = read_checkpoint(tiny_checkpoint()), read_card(whole / "adapter").spec
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = abstract_adapter(loaded.arch, spec)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), shapes)
+    base = dequantised_by_hand(quantised_layers(loaded.params, "nf4"))
+    expected = merged(loaded.arch, base, load_params(whole / "adapter", like), spec)
+    for left, right in zip(*map(jax.tree.leaves, (read_checkpoint(whole / "model").params, expected)), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-6)
+
+
 def test_a_run_begins_with_a_given_adapter(adapted: Path, tmp_path: Path) -> None:
     begin = ("lora.rank=2", "lora.alpha=8", f"lora.adapter={adapted / 'adapter'}", "algorithm.beta=0.1", "train.steps=1")
     result = train(config(tmp_path / "run", *begin, "checkpoint.every=1", "env.name=tests.worlds:Constant"))
@@ -319,4 +346,19 @@ def test_a_check_finds_an_adapter_that_does_not_fit(tmp_path: Path, override: st
 def test_a_check_tells_how_much_is_trained(tmp_path: Path) -> None:
     said: list[str] = []
     check(config(tmp_path / "run", "lora.rank=2", "lora.alpha=8", "lora.target_modules=['q_proj']"), said.append)
-    assert any(re.match(r"adapter: [\d,]+ parameters beside [\d,]+, scale 4, q_proj", line) for line in said)
+    assert any(
+        re.match(r"adapter: [\d,]+ parameters beside ([\d,]+) in 0.1 MB \(as-is\), scale 4, q_proj", line) for line in said
+    )
+
+
+def test_a_check_tells_how_large_a_quantised_base_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, said = ("lora.rank=2", "lora.base_dtype=nf4"), []
+    check(config(tmp_path / "run", *options), said.append)
+    arch = read_arch(tiny_checkpoint())
+    weights = arch.num_layers * (32 * 2 * 4 * 8 + 32 * 32 + 32 * 2 * 64 + 64 * 32)
+    scales = arch.num_layers * (2 * 4 * 8 + 4 * 32 + 2 * 64 + 32)
+    others = 4 * (count(arch) - weights)
+    assert f" in {(weights / 2 + 4 * scales + others) / 1e6:,.1f} MB (nf4)" in " ".join(said)
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    with pytest.raises(ValueError, match=r"pip install 'rljax\[qlora\]'"):
+        check(config(tmp_path / "run", *options))

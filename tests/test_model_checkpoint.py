@@ -1,6 +1,7 @@
 """A model checkpoint is a folder that is complete or not there, and is checked before it is used."""
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,20 @@ def test_parameters_are_loaded_onto_a_mesh(tmp_path: Path) -> None:
     loaded = load_params(tmp_path / "model", shapes)
     assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(loaded))
     assert bits(loaded) == bits(parameters())
+
+
+def test_parameters_are_changed_one_at_a_time(tmp_path: Path) -> None:
+    save_params(tmp_path / "model", parameters(), FILES)
+    read: dict[str, Any] = {}
+
+    def change(name: str, leaf: jax.Array) -> jax.Array:
+        assert all(earlier() is None for earlier in read.values()), "what was changed is not kept beside what it became"
+        read[name] = weakref.ref(leaf)
+        return -leaf
+
+    found = load_params(tmp_path / "model", abstract_of(parameters()), change)
+    assert list(read) == ["embed", "layers.w"]
+    assert bits(found) == bits(jax.tree.map(lambda leaf: -leaf, parameters()))
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)])

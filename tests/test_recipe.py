@@ -412,7 +412,8 @@ def test_every_option_arrives_where_it_was_set(tmp_path: Path) -> None:
     companions |= dict.fromkeys(
         ("algorithm.kl_target", "algorithm.reference_sync_steps", "algorithm.reference_mixup_alpha"), "algorithm.beta=0.5"
     )
-    companions |= {f"lora.{name}": "lora.rank=4" for name in ("alpha", "rslora", "dropout", "target_modules", "adapter")}
+    lora = ("alpha", "rslora", "dropout", "target_modules", "base_dtype", "adapter")
+    companions |= {f"lora.{name}": "lora.rank=4" for name in lora}
     companions["sampler.lora"] = "lora.rank=4"
     companions |= dict.fromkeys(("eval.top_k", "eval.top_p", "eval.min_p"), "eval.temperature=0.5")
     companions["algorithm.proximal"] = 'algorithm.rollout_is="none"'

@@ -43,9 +43,11 @@ from rljax.learner.state import (
 )
 from rljax.mesh import DATA_AXES, constrain, sharding
 from rljax.models.arch import Arch
-from rljax.models.decoder import Decoder, Forward, decaying, merge
+from rljax.models.block import INPUTS
+from rljax.models.decoder import Decoder, Forward, decaying, logical_axes, merge
 from rljax.models.lora import attach, dropout_key, init_adapter, merged, spec_of
 from rljax.models.moe import Routing, chosen_sums, router_sums
+from rljax.models.quantized import abstract_base, dequantised, quantised
 from rljax.pytree import Params, pytree
 
 LOGIT_POSITIONS = 512
@@ -114,7 +116,9 @@ class Learner:
         """What adapters are; None where the parameters themselves are trained."""
         self.optimizer = Optimizer(config.optimizer, self._decaying)
         self.abstract_model = learner_params(arch, mesh, config.model.param_dtype)
-        """Shapes, types and shardings of a whole model: of what is trained, or of the base of an adapter."""
+        """Shapes, types and shardings of a whole model: of what is trained, or of the base of an adapter before it is quantised."""
+        self.abstract_base = abstract_base(mesh, self.abstract_model, logical_axes(arch), config.lora.base_dtype)
+        """The same of the base as it is kept."""
         self.abstract_state = abstract_state(arch, mesh, config, self.optimizer)
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         self._layout = layout
@@ -143,11 +147,19 @@ class Learner:
         draw = partial(init_adapter, self.arch, self.lora, self.config.run.seed)
         return jax.jit(draw, out_shardings=self._layout.params)()
 
+    def kept(self, name: str, leaf: Array) -> Any:
+        """Return a parameter of the base as it is kept: quantised, if it is one of those that are."""
+        part, kind = name.removeprefix("layers."), self.config.lora.base_dtype
+        if kind == "as-is" or part not in INPUTS:
+            return leaf
+        layout = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_base["layers"][part])
+        return jax.jit(partial(quantised, part, kind=kind), out_shardings=layout)(leaf)
+
     def merged(self, adapter: Params, base: Params) -> Params:
-        """Return a model of its own: the base with the adapter merged into it, in the type of the base."""
+        """Return a model of its own: the base, dequantised if need be, with the adapter merged into it, in `model.param_dtype`."""
         assert self.lora is not None, "there is an adapter only where lora.rank is above 0"
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_model)
-        return jax.jit(partial(merged, self.arch, spec=self.lora), out_shardings=layout)(params=base, adapter=adapter)
+        return jax.jit(partial(_merged, self), out_shardings=layout)(adapter, base)
 
     def put(self, batch: Batch) -> DeviceBatch:
         """Lay a packed batch on the mesh."""
@@ -202,6 +214,14 @@ def _policy(learner: Learner, trained: Params | None, base: Params | None, key: 
         return policy
     assert learner.lora is not None, "a base has adapters where lora.rank is above 0"
     return attach(base, trained, learner.lora, key)
+
+
+def _merged(learner: Learner, adapter: Params, base: Params) -> Params:
+    assert learner.lora is not None, "there is an adapter only where lora.rank is above 0"
+    # In float32 until the end: what was quantised is rounded once, with the adapter in it.
+    whole = {**base, "layers": dequantised(base["layers"], "float32")}
+    found = merged(learner.arch, whole, adapter, learner.lora)
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), found, learner.abstract_model)
 
 
 def _decode(decoder: Decoder, micro: DeviceBatch, config: Config, dropout: float = 0.0) -> Forward:

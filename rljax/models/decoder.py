@@ -23,6 +23,7 @@ from rljax.models.block import INPUTS, Attention, Block, KeyValue, LayerKind, Ta
 from rljax.models.lora import detach
 from rljax.models.moe import Routing
 from rljax.models.parameters import constant, weight
+from rljax.models.quantized import dequantised
 from rljax.models.remat import REMAT, Remat
 from rljax.pytree import Params
 
@@ -246,9 +247,9 @@ def _scan_run(
     def block(kind: LayerKind) -> Callable[..., Any]:
         def call(hidden: Array, layer: Params, replayed: Array | None) -> tuple[Array, KeyValue, Routing | None]:
             own, factors = detach(layer)
-            hidden, seen, routing = nnx.merge(_block_graph(arch, kind.experts), own)(
-                hidden, kind, tables, None, replayed, factors, dtype
-            )
+            # A quantised base becomes arrays here, where `remat` has the backward pass do it again: one layer at a time.
+            merged = nnx.merge(_block_graph(arch, kind.experts), dequantised(own, dtype))
+            hidden, seen, routing = merged(hidden, kind, tables, None, replayed, factors, dtype)
             return constrain(hidden, DATA_AXES, "context"), seen, routing if record else None
 
         return REMAT[remat](call)
@@ -358,7 +359,7 @@ def _block_graph(arch: Arch, experts: bool) -> Any:
 def merge(arch: Arch, params: Params) -> Decoder:
     """Return the decoder made of `params`, a nested dict of arrays; stacked or, as `unstack` returns them, separate.
 
-    They may have the factors of an adapter among them, see `lora.attach`.
+    They may have the factors of an adapter among them, see `lora.attach`; stacked ones may be quantised, see `quantized.py`.
     """
     stacked = "qkv" in params["layers"]
     if stacked:

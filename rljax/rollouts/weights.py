@@ -1,8 +1,8 @@
 """Publishing: the learner's parameters become the sampler's.
 
 Owns the compiled copy from the learner's layout (split over `fsdp`, master type) into the sampler's (whole on every
-data shard, one array per block, output dims first, sampling type), with an adapter merged into it or beside it, and
-nothing else. It is a copy, made inside the mesh.
+data shard, one array per block, output dims first, sampling type), with an adapter merged into it or beside it, and a
+quantised base as arrays, and nothing else. It is a copy, made inside the mesh.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from rljax.mesh import LEARNER_RULES, SAMPLER_RULES, param_shardings
 from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params, logical_axes, unstack
 from rljax.models.lora import LoraSpec, abstract_adapter, adapter_axes, merged, scaled
+from rljax.models.quantized import dequantised
 from rljax.pytree import Params
 
 Publish = Callable[..., Params]
@@ -85,4 +86,6 @@ def _adapter_layout(arch: Arch, mesh: Mesh, spec: LoraSpec) -> Params:
 
 
 def _cast(params: Params, dtype: Any) -> Params:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
+    """Return parameters or factors in a type; what a quantised base becomes is what the learner computes with."""
+    whole = {**params, "layers": dequantised(params["layers"], dtype)}
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), whole)

@@ -55,6 +55,7 @@ CHANGES = {
     "lora.rslora=true": "lora",
     "lora.dropout=0.5": "lora",
     "lora.target_modules=['q_proj']": "lora",
+    "lora.base_dtype=nf4": "lora",
     "data.shuffle=false": "",
     "data.num_tasks=15": "",
     "sampler.temperature=0.7": "",

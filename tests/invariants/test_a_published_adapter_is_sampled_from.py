@@ -11,6 +11,7 @@ from rljax.models.decoder import logits, merge
 from rljax.models.lora import attach
 from rljax.rollouts.weights import publisher
 from tests.learner.test_lora import lora_learner
+from tests.learner.test_quantized_base import kept
 from tests.tiny_model import (
     ARCH,
     batch_of,
@@ -28,11 +29,13 @@ GAP = 3e-5
 """Float32 programs that sum in different orders, one with products of low rank; log-probabilities of the order 10."""
 
 
-@pytest.mark.parametrize("mode", ["merged", "separate"])
-def test_the_samplers_log_probabilities_are_the_learners(mode: str) -> None:
-    learner = lora_learner()
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("merged", "as-is"), ("separate", "as-is"), ("merged", "nf4"), ("separate", "nf4"), ("merged", "int8")]
+)
+def test_the_samplers_log_probabilities_are_the_learners(mode: str, kind: str) -> None:
+    learner = lora_learner(base_dtype=kind)
     assert learner.lora is not None
-    base, adapter = placed(learner, host_params()), first_state(learner, host_adapter(learner.lora)).params
+    base, adapter = kept(learner, host_params()), first_state(learner, host_adapter(learner.lora)).params
     engine, requests = engine_of(), some_requests(4, 8, temperature=0.7)
     publish = publisher(ARCH, learner.mesh, "float32", learner.lora, mode == "separate")
     engine.set_weights(publish(adapter, base), 1)
