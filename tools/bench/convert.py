@@ -1,14 +1,16 @@
 """Measure converting a large synthetic model in both directions: bytes per second next to `cp`, and peak memory.
 
     python tools/bench/convert.py --folder /somewhere/on/the/disk --gigabytes 8
+    python tools/bench/convert.py --folder /somewhere/on/the/disk --gigabytes 1 --width 1024 --family all
 
-Makes a Llama of that size with a tiny vocabulary and random bfloat16 weights, in a folder that is deleted at the end. For each
-direction the source's pages are dropped from the cache, `cp` copies its bytes and makes them durable; the pages are dropped
-again, and a process of its own converts. Prints JSON: seconds, bytes/s, the ratio to `cp`, and the peak resident memory of that
-process next to the size of one layer and to what importing the package alone takes.
+Makes a model of that size, a Llama unless another family is named, with a tiny vocabulary and random bfloat16 weights, in a
+folder that is deleted at the end. For each direction the source's pages are dropped from the cache, `cp` copies its bytes and
+makes them durable; the pages are dropped again, and a process of its own converts. Prints JSON: seconds, bytes/s, the ratio to
+`cp`, and the peak resident memory of that process next to the size of one layer and to what importing the package alone takes.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -24,9 +26,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rljax.models import shards
-from rljax.models.arch import Arch, Rope
+from rljax.models.arch import Arch, Experts, Rope
 from rljax.models.decoder import count
-from rljax.models.hf_config import config_from_arch
+from rljax.models.hf_config import FAMILIES, config_from_arch
 from rljax.models.layout import layer_bytes, slots, tensor_shapes
 from tools.make_tiny_checkpoint import VOCAB_SIZE, tokenizer_files
 
@@ -49,14 +51,28 @@ print(json.dumps({"seconds": round(report.seconds, 2), "peak_bytes": peak(), "pe
 """
 
 
-def synthetic_arch(gigabytes: float, width: int) -> Arch:
-    """Return a Llama of about that many bytes in bfloat16, with a tiny vocabulary."""
-    one, two = (_arch(layers, width) for layers in (1, 2))
+EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
+"""Families whose layers have experts."""
+
+
+def synthetic_arch(gigabytes: float, width: int, family: str = "llama") -> Arch:
+    """Return a model of about that many bytes in bfloat16, with a tiny vocabulary."""
+    one, two = (_arch(layers, width, family) for layers in (1, 2))
     per_layer = (count(two) - count(one)) * 2
-    return _arch(max(1, round(gigabytes * 1e9 / per_layer)), width)
+    return _arch(max(1, round(gigabytes * 1e9 / per_layer)), width, family)
 
 
-def _arch(layers: int, width: int) -> Arch:
+def _arch(layers: int, width: int, family: str) -> Arch:
+    known = FAMILIES[family]
+    switches = {"tie_embeddings": known.tied, **known.switches}
+    if family in EXPERT_FAMILIES:
+        biased = family == "gpt_oss"
+        switches["experts"] = Experts(8, 2, width // 2, normalize=True, router_bias=biased, bias=biased)
+        switches |= {"qkv_bias": biased, "out_bias": biased}
+    return dataclasses.replace(_llama(layers, width), family=family, **switches)
+
+
+def _llama(layers: int, width: int) -> Arch:
     return Arch(
         vocab_size=VOCAB_SIZE,
         num_layers=layers,
@@ -147,9 +163,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="folder to create, on the disk to be measured")
     parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the model (default: 8); needs three times that")
     parser.add_argument("--width", type=int, default=4096, help="model width (default: 4096)")
+    parser.add_argument("--family", choices=("all", *FAMILIES), default="llama", help="whose tensors it has (default: llama)")
     parser.add_argument("--verify", choices=("none", "bits"), default="none", help="what is measured with it (default: none)")
     args = parser.parse_args(argv)
-    arch = synthetic_arch(args.gigabytes, args.width)
+    for family in FAMILIES if args.family == "all" else (args.family,):
+        print(json.dumps({"family": family, **both_ways(args, synthetic_arch(args.gigabytes, args.width, family))}), flush=True)
+
+
+def both_ways(args: argparse.Namespace, arch: Arch) -> dict[str, Any]:
+    """Convert a model there and back."""
     args.folder.mkdir(parents=True)
     try:
         num_bytes = write_source(args.folder / "hf", arch)
@@ -159,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         shutil.rmtree(args.folder)
     sizes = {"bytes": num_bytes, "layers": arch.num_layers, "layer_bytes": layer_bytes(arch, np.dtype(DTYPE))}
-    print(json.dumps({**sizes, "runs": [there, back]}, indent=1))
+    return {**sizes, "runs": [there, back]}
 
 
 if __name__ == "__main__":
