@@ -68,7 +68,7 @@ def _arch(layers: int, width: int, family: str) -> Arch:
     if family in EXPERT_FAMILIES:
         biased = family == "gpt_oss"
         switches["experts"] = Experts(8, 2, width // 2, normalize=True, router_bias=biased, bias=biased)
-        switches |= {"qkv_bias": biased, "out_bias": biased}
+        switches |= {"ffn_dim": width // 2, "qkv_bias": biased, "out_bias": biased}
     return dataclasses.replace(_llama(layers, width), family=family, **switches)
 
 
