@@ -10,7 +10,7 @@ import pytest
 
 from rljax.chat import HELP, Chat, ChatOptions, converse
 from rljax.checkpoint import save_params
-from rljax.convert import ARCH_FILE
+from rljax.conversion.sources import ARCH_FILE
 from rljax.records import SamplingParams
 from tests.tiny_run import compiled_once, tiny_checkpoint
 from tools.make_tiny_checkpoint import tiny_arch, tiny_params, tokenizer_files

@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from rljax.checkpoint import save_params
 from rljax.config import Config
-from rljax.convert import ARCH_FILE
+from rljax.conversion.sources import ARCH_FILE
 from rljax.manifest import read_manifest
 from rljax.models.arch import Experts
 from rljax.recipe import load

@@ -149,7 +149,7 @@ def _open_checkpoint(source: Path) -> Outside:
             try:
                 held.array, held.place = arrays.read(piece.target, piece.layer), (piece.target, piece.layer)
             except DamagedError as err:
-                raise _damaged(source, err) from err
+                raise _damaged(source, DamagedError(f"{PARAMS}/{err}")) from err
         part = part_of(held.array, slot)
         if slot is piece.slots[-1] and last == slot.shape[0]:
             held.array = held.place = None  # nothing more will be asked of it

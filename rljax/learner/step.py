@@ -116,9 +116,9 @@ class Learner:
         """What adapters are; None where the parameters themselves are trained."""
         self.optimizer = Optimizer(config.optimizer, self._decaying)
         self.abstract_model = learner_params(arch, mesh, config.model.param_dtype)
-        """Shapes, types and shardings of a whole model: of what is trained, or of an adapter's base before it is quantised."""
+        """Shapes, types and shardings of a whole model: of what is trained, or of the base of an adapter as it is loaded."""
         self.abstract_base = abstract_base(mesh, self.abstract_model, logical_axes(arch), config.lora.base_dtype)
-        """The same of the base as it is kept."""
+        """The same of the base as it is kept: quantised, if `lora.base_dtype` says so."""
         self.abstract_state = abstract_state(arch, mesh, config, self.optimizer)
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         self._layout = layout
@@ -156,7 +156,7 @@ class Learner:
         return jax.jit(partial(quantised, part, kind=kind), out_shardings=layout)(leaf)
 
     def merged(self, adapter: Params, base: Params) -> Params:
-        """Return a model of its own: the base with the adapter merged into it, in `model.param_dtype`."""
+        """Return a model of its own: the base, dequantised, with the adapter merged into it, in `model.param_dtype`."""
         assert self.lora is not None, "there is an adapter only where lora.rank is above 0"
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_model)
         return jax.jit(partial(_merged, self), out_shardings=layout)(adapter, base)

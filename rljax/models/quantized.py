@@ -70,8 +70,8 @@ def _tile(name: str, size: int) -> int:
     tile = max(length for length in range(1, TILE + 1) if size % length == 0)
     if tile < _SMALLEST_TILE:
         raise ValueError(
-            f"lora.base_dtype = 'nf4': no tile of {_SMALLEST_TILE} to {TILE} inputs divides the {size} inputs of {name}; set it "
-            "to 'int8'"
+            f"lora.base_dtype = 'nf4': no tile of {_SMALLEST_TILE} to {TILE} inputs divides the {size} inputs of {name}; "
+            "set it to 'int8'"
         )
     return tile
 

@@ -171,6 +171,7 @@ def test_an_option_changes_what_is_trained(
             "algorithm.preset=dapo",
             "run",
             "model.param",
+            "lora.base_dtype",
             "data",
             "sampler",
             "algorithm.num_generations",

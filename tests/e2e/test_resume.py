@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rljax.checkpoint import CheckpointStore, save_params
-from rljax.convert import ARCH_FILE
+from rljax.conversion.sources import ARCH_FILE
 from tests.e2e.processes import Server
 from tests.tiny_run import metric_rows, overrides, param_bits, rollout_rows, state_bits, tiny_checkpoint
 from tools.make_tiny_checkpoint import tiny_arch, tiny_params, tokenizer_files

@@ -22,6 +22,8 @@ from tests.tiny_model import ARCH, batch_of, config_of, first_state, gradient, m
 
 WIDE = dataclasses.replace(ARCH, embed_dim=256, ffn_dim=128)
 """Several tiles along the dims that meshes split."""
+MESH_ATOL = 3e-5
+"""Float32 sums of eight times as many terms as in the tiny model, split over devices: a plain base differs by 1.6e-5."""
 
 
 @cache
@@ -51,7 +53,7 @@ def test_the_gradient_is_that_against_the_dequantised_base() -> None:
     (_, _, ours, output), (_, _, theirs, other) = step_on("nf4"), step_on("as-is")
     assert float(output.metrics["loss"]) == pytest.approx(float(other.metrics["loss"]), abs=GRADIENT_ATOL)
     for left, right in zip(*map(jax.tree.leaves, (gradient(ours), gradient(theirs))), strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-5, atol=GRADIENT_ATOL)
+        np.testing.assert_allclose(left, right, rtol=0, atol=GRADIENT_ATOL)
         assert np.abs(right).max() > 1e-3
 
 
@@ -68,9 +70,9 @@ def test_only_the_adapter_changes_and_only_it_is_kept() -> None:
 
 def test_a_step_on_many_devices_is_the_step_on_one() -> None:
     (_, _, single, output), (learner, base, sharded, other) = step_on("nf4"), step_on("nf4", "tensor")
-    assert float(other.metrics["loss"]) == pytest.approx(float(output.metrics["loss"]), abs=GRADIENT_ATOL)
+    assert float(other.metrics["loss"]) == pytest.approx(float(output.metrics["loss"]), abs=MESH_ATOL)
     for one, many in zip(*map(jax.tree.leaves, (gradient(single), gradient(sharded))), strict=True):
-        np.testing.assert_allclose(many, one, rtol=1e-5, atol=GRADIENT_ATOL)
+        np.testing.assert_allclose(many, one, rtol=0, atol=MESH_ATOL)
     for leaf, shape in zip(*map(jax.tree.leaves, (base, learner.abstract_base)), strict=True):
         assert leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim)
 
@@ -89,8 +91,6 @@ def test_the_merged_model_is_the_dequantised_base_with_the_adapter(kind: str) ->
 
 def test_tiles_that_do_not_divide_over_the_mesh_are_refused() -> None:
     arch, mesh = dataclasses.replace(ARCH, embed_dim=192), mesh_of("fsdp")
-    with pytest.raises(
-        ValueError, match=r"lora\.base_dtype = 'nf4': mesh\.fsdp \(8\) must divide the embed dim \(3\) of .*scale"
-    ):
+    with pytest.raises(ValueError, match=r"lora\.base_dtype = 'nf4': mesh\.fsdp \(8\) must divide the embed dim \(3\)"):
         Learner(arch, mesh, config_of(8, lora={**LORA, "base_dtype": "nf4"}))
     Learner(arch, mesh, config_of(8, lora={**LORA, "base_dtype": "int8"}))
