@@ -314,7 +314,9 @@ def test_packing_micro_batches_and_devices_change_nothing_and_filler_may_be_nan(
 
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
-    check(*outcome_of(config, *jax.tree.map(lambda leaf: jax.device_put(leaf, spread), packed)))
+    # One program on the mesh: many small ones with collectives, queued by one thread after the other, can wait for each other.
+    on_mesh = jax.jit(lambda *inputs: outcome_of(config, *inputs))
+    check(*on_mesh(*jax.tree.map(lambda leaf: jax.device_put(leaf, spread), packed)))
     micro = [outcome_of(config, *jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], packed)) for i in range(8)]
     combined = empty_metrics()
     for _, _, part in micro:
