@@ -148,6 +148,7 @@ class StoredArrays:
         if listed["use_ocdbt"]:
             self._spec["kvstore"] = {"driver": "ocdbt", "base": self._spec["kvstore"]}
         self._open: dict[str, Any] = {}
+        self._layouts: dict[str, _Layout | None] = {}
 
     def proves(self, path: str) -> bool:
         """Tell whether reading compares this file with its digest; its path is relative to the folder."""
@@ -161,7 +162,8 @@ class StoredArrays:
             DamagedError: a file is missing, too short, or has another digest than it should.
         """
         own = self._own(name)
-        if own is not None and (layer is None) == (own.shard == own.shape):
+        # A file holds an index along the first dim, or everything.
+        if own is not None and (own.shard == own.shape if layer is None else own.shard[0] == 1):
             values = _read_slice(self._folder, name, own, layer, self._files)
             return values if layer is None else values[0]
         if name not in self._open:
@@ -172,17 +174,16 @@ class StoredArrays:
 
     def _own(self, name: str) -> "_Layout | None":
         """Return the layout of an array that `write_slice` wrote; None for other arrays."""
-        key = f"own {name}"
-        if key not in self._open:
+        if name not in self._layouts:
             try:
                 description = json.loads((self._folder / name / "zarr.json").read_text(encoding="utf-8"))
                 inner = description["codecs"][0]["configuration"]["chunk_shape"]
                 outer = description["chunk_grid"]["configuration"]["chunk_shape"]
                 layout = _Layout(tuple(description["shape"]), description["data_type"], tuple(outer), tuple(inner))
-                self._open[key] = layout if _description(layout) == description else None
+                self._layouts[name] = layout if _description(layout) == description else None
             except (OSError, ValueError, KeyError, IndexError, TypeError):
-                self._open[key] = None
-        return self._open[key]
+                self._layouts[name] = None
+        return self._layouts[name]
 
 
 _SLICE_FILE = re.compile(r"[^/]+/\d+(\.\d+)*")
@@ -240,19 +241,20 @@ def _read_slice(
     values = np.empty(layout.shard, np.dtype(layout.dtype))
     bits = values.view(f"u{values.itemsize}")
     expected = _index(layout.shard, layout.chunk, values.itemsize)
-    digest, known = hashlib.sha256(), files.get(path)
+    known = files.get(path)
+    digest = hashlib.sha256() if known else None
     index, chunk = np.empty_like(expected), np.empty(layout.chunk, bits.dtype)
     try:
         with open(folder / path, "rb", buffering=0) as file:
-            _fill(file, index, digest if known else None)
+            _fill(file, index, digest)
             if not np.array_equal(index, expected):
                 raise DamagedError(f"{path} does not begin with the places of its chunks")
             for place in _chunks(layout.shard, layout.chunk):
-                _fill(file, chunk, digest if known else None)
+                _fill(file, chunk, digest)
                 bits[place] = chunk
     except (OSError, EOFError) as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror if isinstance(error, OSError) else error})") from error
-    if known and digest.hexdigest() != known["sha256"]:
+    if known and digest and digest.hexdigest() != known["sha256"]:
         raise DamagedError(f"{path} has other content than was saved (SHA-256 differs)")
     return values
 

@@ -72,6 +72,19 @@ def test_a_changed_file_is_noticed_when_it_is_read(tmp_path: Path, monkeypatch: 
     assert reader.read("w", layer).tobytes() == (values[2] if stacked else values).tobytes()
 
 
+def test_the_only_layer_of_a_stack_is_compared_too(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(1, 12, 6)).astype("float32")
+    facts = write(tmp_path / "a", ArraySpec(values.shape, "float32", True, ()), values)
+    reader = StoredArrays(tmp_path / "a", facts)
+    assert reader.proves("w/0.0.0")
+    assert reader.read("w", 0).tobytes() == values[0].tobytes()
+    path = tmp_path / "a" / "w/0.0.0"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DamagedError, match="other content"):
+        reader.read("w", 0)
+
+
 def test_what_orbax_laid_out_otherwise_is_read_too(tmp_path: Path) -> None:
     values = np.random.default_rng(0).normal(size=(4, 12, 6)).astype("float32")
     spec = ArraySpec(values.shape, "float32", True, ())

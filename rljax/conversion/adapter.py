@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rljax.checkpoint import load_files, save_params
-from rljax.conversion.sources import ADAPTER_FILE, ARCH_FILE, PARAMS
-from rljax.manifest import DamagedError, StorageError, read_manifest
+from rljax.conversion.sources import ADAPTER_FILE, ARCH_FILE, PARAMS, model_manifest
 from rljax.models.lora import LoraSpec
 from rljax.pytree import Params
 
@@ -44,10 +43,7 @@ def base_identity(checkpoint: Path) -> str:
     Raises:
         StorageError: The manifest is missing or damaged.
     """
-    try:
-        files = read_manifest(checkpoint)["files"]
-    except DamagedError as err:
-        raise StorageError(f"the model checkpoint {checkpoint} is damaged: {err}. Convert or copy it again") from err
+    files = model_manifest(checkpoint)["files"]
     facts = sorted((name, fact["sha256"]) for name, fact in files.items() if name == ARCH_FILE or name.startswith(f"{PARAMS}/"))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -88,10 +84,19 @@ def check_adapter(directory: Path, spec: LoraSpec, checkpoint: Path) -> None:
         raise ValueError(
             f"the adapter {directory} has {_differences(card.spec, spec)}; set these in [lora], or begin with another adapter"
         )
-    if card.base != base_identity(checkpoint):
+    check_base(directory, card, checkpoint, base_identity(checkpoint))
+
+
+def check_base(directory: Path, card: AdapterCard, checkpoint: Path, identity: str) -> None:
+    """Refuse a model, of this identity, that an adapter was not trained beside.
+
+    Raises:
+        ValueError: It is another one.
+    """
+    if card.base != identity:
         raise ValueError(
-            f"the adapter {directory} belongs to another model than {checkpoint}; give the model it was trained beside. "
-            "A merged model holds its adapter already"
+            f"the adapter {directory} belongs to another model than {checkpoint}; name the model it was trained beside "
+            "(lora: model.checkpoint, convert: --base). A merged model holds its adapter already"
         )
 
 

@@ -102,11 +102,7 @@ def open_adapter(kind: Kind, folder: Path, base: Path | None) -> Adapter:
         spec, factors, config = peft.read_peft(folder, model.arch, str(base))
         return Adapter(spec, factors, base, model, config.notices)
     card = folders.read_card(folder)
-    if card.base != identity_of(base):
-        raise ValueError(
-            f"the adapter {folder} belongs to another model than {base}; name the model it was trained beside with --base. "
-            "A merged model holds its adapter already"
-        )
+    folders.check_base(folder, card, base, identity_of(base))
     return Adapter(card.spec, _factors(folder, card.spec, model.arch, base), base, model, ())
 
 

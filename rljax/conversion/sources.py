@@ -87,11 +87,10 @@ def check_content(source: Path) -> None:
     Raises:
         StorageError: One is missing or damaged.
     """
+    files = model_manifest(source)["files"]
+    arrays = _arrays(source, files)
+    late = {f"{PARAMS}/{path}" for path in _array_files(files) if arrays.proves(path)}
     try:
-        files = read_manifest(source)["files"]
-        arrays = _arrays(source, files)
-        inside = f"{PARAMS}/"
-        late = {name for name in files if name.startswith(inside) and arrays.proves(name.removeprefix(inside))}
         check_files(source, {name: facts for name, facts in files.items() if name not in late})
         check_sizes(source, {name: files[name] for name in late})
     except DamagedError as err:
@@ -99,10 +98,25 @@ def check_content(source: Path) -> None:
 
 
 def _arrays(source: Path, files: Mapping[str, Mapping[str, Any]]) -> StoredArrays:
+    return StoredArrays(source / PARAMS, _array_files(files))
+
+
+def _array_files(files: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return those of a manifest's files that hold arrays, by their path inside that folder."""
     inside = f"{PARAMS}/"
-    return StoredArrays(
-        source / PARAMS, {name.removeprefix(inside): facts for name, facts in files.items() if name.startswith(inside)}
-    )
+    return {name.removeprefix(inside): facts for name, facts in files.items() if name.startswith(inside)}
+
+
+def model_manifest(source: Path) -> dict[str, Any]:
+    """Read the manifest of a checkpoint of rljax.
+
+    Raises:
+        StorageError: It is missing or damaged.
+    """
+    try:
+        return read_manifest(source)
+    except DamagedError as err:
+        raise _damaged(source, err) from err
 
 
 def read_arch(directory: Path) -> Arch:
@@ -128,10 +142,7 @@ def parameter_part(slot: Slot) -> str:
 def _open_checkpoint(source: Path) -> Outside:
     arch = read_arch(source)
     files = {name: content for name, content in load_files(source).items() if name != ARCH_FILE}
-    try:
-        manifest = read_manifest(source)
-    except DamagedError as err:
-        raise _damaged(source, err) from err
+    manifest = model_manifest(source)
     leaves = manifest["leaves"]
     check_leaves(leaves, named_leaves(abstract_params(arch)), f"the model checkpoint {source}", convert=True)
     home: dict[str, tuple[Slice, Slot]] = {slot.name: (piece, slot) for piece in slices(arch) for slot in piece.slots}

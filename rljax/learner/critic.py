@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from rljax.algorithms.value import VALUE_METRICS, ValueMetrics, value_loss
 from rljax.learner.state import CriticState, critic_arch, critic_optimizer
-from rljax.learner.step import DeviceBatch, Learner, micro_batch, scored_hidden
+from rljax.learner.step import DeviceBatch, Learner, micro_batch, of_scored_tokens, scored_hidden
 from rljax.mesh import DATA_AXES, sharding
 from rljax.models.decoder import merge
 from rljax.pytree import Params, pytree
@@ -79,12 +79,7 @@ def _forward(critic: Critic, params: Params, micro: DeviceBatch) -> Float[Array,
 
 
 def _values(critic: Critic, params: Params, batch: DeviceBatch) -> Float[Array, "m r j"]:
-    def body(index: Array, values: Array) -> Array:
-        micro = jax.tree.map(lambda leaf: micro_batch(leaf, index), batch)
-        found = jnp.where(micro.mask, _forward(critic, params, micro), 0.0)
-        return jax.lax.dynamic_update_index_in_dim(values, found, index, 0)
-
-    return jax.lax.fori_loop(0, batch.num_micro, body, jnp.zeros(batch.mask.shape))
+    return of_scored_tokens(batch, lambda micro: _forward(critic, params, micro))
 
 
 def _critic_step(

@@ -16,6 +16,7 @@ An array of [rows, positions, vocabulary] never exists: log-probabilities are ma
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -335,11 +336,15 @@ def _train_step(
 
 def _score(learner: Learner, trained: Params | None, batch: DeviceBatch, base: Params | None) -> Float[Array, "m r j"]:
     params = _policy(learner, trained, base)
+    return of_scored_tokens(batch, lambda micro: _forward(learner, params, micro)[0])
 
-    def body(index: Array, logps: Array) -> Array:
+
+def of_scored_tokens(batch: DeviceBatch, forward: Callable[[DeviceBatch], Float[Array, "r j"]]) -> Float[Array, "m r j"]:
+    """Return what a forward pass says of every scored token of a batch, one micro-batch after the other; 0 in filler slots."""
+
+    def body(index: Array, found: Array) -> Array:
         micro = jax.tree.map(lambda leaf: micro_batch(leaf, index), batch)
-        logp, _, _ = _forward(learner, params, micro)
-        return jax.lax.dynamic_update_index_in_dim(logps, jnp.where(micro.mask, logp, 0.0), index, 0)
+        return jax.lax.dynamic_update_index_in_dim(found, jnp.where(micro.mask, forward(micro), 0.0), index, 0)
 
     return jax.lax.fori_loop(0, batch.num_micro, body, jnp.zeros(batch.mask.shape))
 

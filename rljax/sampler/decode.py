@@ -64,9 +64,7 @@ def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Prompts) -> 
 
     The experts are None where `slots` has no room for such records.
     """
-    width = new.tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(width), new.tokens.shape)
-    segments = (positions < new.lengths[:, None]).astype(jnp.int32)
+    positions, segments = _places(new.tokens, new.lengths)
     record = slots.progress.out_choices is not None
     out = merge(arch, params).forward(new.tokens, positions, segments, dtype=params["embed"].dtype, record_routing=record)
     assert not isinstance(out.seen, KeyValue), "the sampler's parameters are in the separate layout"
@@ -78,6 +76,12 @@ def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Prompts) -> 
         for layer, prompts in zip(slots.cache, out.seen, strict=True)
     )
     return Slots(cache, slots.progress), _choices(arch, out.routing)
+
+
+def _places(tokens: Int[Array, "a s"], lengths: Int[Array, " a"]) -> tuple[Int[Array, "a s"], Int[Array, "a s"]]:
+    """Return the position of every token of whole prompts, and its segment: 1, or 0 in the padding."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return positions, (positions < lengths[:, None]).astype(jnp.int32)
 
 
 def _choices(arch: Arch, routing: Routing | None) -> UInt[Array, "a s l e"] | None:
@@ -93,8 +97,7 @@ def score_prompts(arch: Arch, params: Params, tokens: Int[Array, "a s"], lengths
 
     Entries beyond a row's length mean nothing.
     """
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    decoder, segments = merge(arch, params), (positions < lengths[:, None]).astype(jnp.int32)
+    decoder, (positions, segments) = merge(arch, params), _places(tokens, lengths)
     hidden, _ = decoder(tokens, positions, segments, dtype=params["embed"].dtype)
     logp, _ = token_logprobs(
         hidden[:, :-1],

@@ -26,21 +26,6 @@ MERGED_ATOL = 1e-6  # one product of rank 4, summed in another order
 RANK = 4
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "model"
-    folder.mkdir()
-    save_llama(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def checkpoint(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    convert(base, folder, verify="none")
-    return folder
-
-
 def in_and_out(target: str) -> tuple[int, int]:
     sizes = {"q_proj": (64, 64), "k_proj": (64, 32), "v_proj": (64, 32), "o_proj": (64, 64), "down_proj": (96, 64)}
     return sizes.get(target, (64, 96))

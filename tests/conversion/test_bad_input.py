@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from rljax.cli import EXIT_DONE, EXIT_STORAGE, EXIT_USAGE, main
 from rljax.convert import convert
 from tests.models.gguf_files import metadata, write_gguf
-from tests.models.oracle import make_llama, save_llama, tokenizer_files
+from tests.models.oracle import make_llama, tokenizer_files
 
 SHARD = "model-00002-of-00004.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -21,24 +21,10 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    save_llama(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def sharded(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded") / "model"
-    convert(whole, folder, to="hf", shard_size=80_000, verify="none")
+    convert(base, folder, to="hf", shard_size=80_000, verify="none")
     assert (folder / SHARD).exists()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def checkpoint(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    convert(whole, folder, verify="none")
     return folder
 
 
@@ -72,13 +58,13 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], int, tuple[str, ...]]] = {
         "sharded", lambda f: (f / SHARD).write_bytes((f / SHARD).read_bytes()[:-4]), EXIT_USAGE, (SHARD, "download it again"),
     ),
     "index names a missing file": ("sharded", lambda f: (f / SHARD).unlink(), EXIT_USAGE, (INDEX, SHARD, "download that file")),
-    "swapped shapes": ("whole", swap_shapes, EXIT_USAGE, (UP, "(64, 96)", "(96, 64)", "download the checkpoint again")),
+    "swapped shapes": ("base", swap_shapes, EXIT_USAGE, (UP, "(64, 96)", "(96, 64)", "download the checkpoint again")),
     "wrong architecture": (
-        "whole", lambda f: edit(f / "config.json", architectures=["GPT5ForCausalLM"]), EXIT_USAGE,
+        "base", lambda f: edit(f / "config.json", architectures=["GPT5ForCausalLM"]), EXIT_USAGE,
         ("config.json", "GPT5ForCausalLM", "LlamaForCausalLM"),
     ),
     "tokenizer larger than the embedding": (
-        "whole", lambda f: (f / "tokenizer.json").write_bytes(tokenizer_files(99)["tokenizer.json"]), EXIT_USAGE,
+        "base", lambda f: (f / "tokenizer.json").write_bytes(tokenizer_files(99)["tokenizer.json"]), EXIT_USAGE,
         ("tokenizer.json", "the id 98", "97 rows", "published with"),
     ),
     "no commit marker": ("checkpoint", no_marker, EXIT_USAGE, ("manifest.json", "never committed", "another checkpoint")),
@@ -116,23 +102,23 @@ def test_a_gguf_file_that_is_cut_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert [path.name for path in tmp_path.iterdir()] == ["cut.gguf"]
 
 
-def test_nan_is_told_by_name_and_converted(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(whole, tmp_path / "bad")
-    tensors = {name: value.copy() for name, value in load_file(whole / "model.safetensors").items()}
+def test_nan_is_told_by_name_and_converted(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(base, tmp_path / "bad")
+    tensors = {name: value.copy() for name, value in load_file(base / "model.safetensors").items()}
     tensors[UP][3, 5] = np.nan
     save_file(tensors, tmp_path / "bad" / "model.safetensors")
     assert main(["convert", str(tmp_path / "bad"), str(tmp_path / "out")]) == EXIT_DONE
     assert f"{UP} in {tmp_path / 'bad' / 'model.safetensors'} holds NaN" in capsys.readouterr().out.replace("\n", "")
 
 
-def test_a_read_only_target_is_a_storage_error(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(whole), "/proc/rljax/model"]) == EXIT_STORAGE  # read-only to root, too
+def test_a_read_only_target_is_a_storage_error(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(base), "/proc/rljax/model"]) == EXIT_STORAGE  # read-only to root, too
     assert "/proc/rljax/model could not be written" in capsys.readouterr().err
 
 
-def test_paths_with_spaces_and_unicode_work_in_every_format(whole: Path, tmp_path: Path) -> None:
+def test_paths_with_spaces_and_unicode_work_in_every_format(base: Path, tmp_path: Path) -> None:
     home = tmp_path / "für  alle 模型 🙂"
-    shutil.copytree(whole, home / "mon modèle")
+    shutil.copytree(base, home / "mon modèle")
     write_gguf(home / "mon modèle.gguf", make_llama().state_dict(), metadata())
     for source, target in (("mon modèle", "nach rljax"), ("nach rljax", "zurück"), ("mon modèle.gguf", "aus gguf")):
         assert main(["convert", str(home / source), str(home / target)]) == EXIT_DONE
