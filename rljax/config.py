@@ -134,6 +134,11 @@ class SamplerConfig(Section):
     reuse_cache: bool = option(
         True, "Keep a rollout's cache while its environment works, so that the next turn computes only what is new."
     )
+    batch_invariant: bool = option(
+        False,
+        "Run every decode step at the largest shapes, so that not even the last bits of log-probabilities depend on which "
+        "rollouts run together; slower, the more so the longer the longest rollout may be.",
+    )
     dtype: DType = option("float32", "Type of the sampler's parameters, products and cache.")
     lora: Literal["merged", "separate"] = option(
         "merged",
@@ -384,7 +389,7 @@ _FREE_BETWEEN_RESTARTS: Any = {
     "mesh": True,
     "data": {"path"},  # the content is guarded by the dataset fingerprint
     "env": {"workers", "reset_timeout", "step_timeout", "max_retries", "max_failure_fraction"},
-    "sampler": {"slots", "cache_tokens", "decode_chunk", "prefill_chunk", "warm_up", "reuse_cache"},
+    "sampler": {"slots", "cache_tokens", "decode_chunk", "prefill_chunk", "warm_up", "reuse_cache", "batch_invariant"},
     # The preset is in the values it set; a run that used up its rounds was stopped, and may be given more.
     "algorithm": {"preset", "dynamic_sampling_max_rounds"},
     "train": {"steps", "micro_batch_size_per_device"},

@@ -3,6 +3,7 @@
 import atexit
 import dataclasses
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ NOT_REPEATED = ("time/", "throughput/", "cache/", "compile/")
 def scratch() -> Path:
     """Return a folder that lives as long as this process."""
     folder = Path(tempfile.mkdtemp(prefix="rljax-tiny-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    owner = os.getpid()
+    # A forked child that ends as a program does runs its parent's exit handlers too.
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
     return folder
 
 

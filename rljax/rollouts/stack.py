@@ -71,6 +71,7 @@ def build_engine(config: Config, arch: Arch, mesh: Mesh, tokenizer: Tokenizer) -
         decode_chunk_steps=sampler.decode_chunk,
         prefill_chunk=sampler.prefill_chunk,
         reuse_cache=sampler.reuse_cache,
+        batch_invariant=sampler.batch_invariant,
         dtype=sampler.dtype,
         record_routing=config.algorithm.routing_replay,
         open_text=tokenizer.decode_stream,

@@ -63,6 +63,7 @@ class Engine:
         decode_chunk_steps: int,
         prefill_chunk: int | None = None,
         reuse_cache: bool = False,
+        batch_invariant: bool = False,
         dtype: Any,
         record_routing: bool = False,
         logprobs: int | None = None,
@@ -83,6 +84,7 @@ class Engine:
             decode_chunk_steps: Decode steps between two looks by the host.
             prefill_chunk: Tokens of one prompt that are computed between two chunks of decode steps; default: all of it.
             reuse_cache: Whether caches are parked under the requests' cache keys. The pool of own tokens is larger then.
+            batch_invariant: Whether every decode step has one shape, so that what else runs changes no bit of a rollout.
             dtype: Type of parameters and products, and of the cache except on CPUs, where it is float32.
             record_routing: Whether completions tell to which experts their tokens went.
             logprobs: Most likely tokens that requests may have reported; None for no report. Every step pays for it.
@@ -98,10 +100,10 @@ class Engine:
         self.max_prompt_length, self.max_completion_length = max_prompt_length, max_completion_length
         per_shard, readers = slots // self.shards, min(readers, slots // self.shards)
         self._rows = -(-per_shard // readers)  # prompts per prefill and data shard
-        cache_share = None if cache_tokens is None else cache_tokens // self.shards
-        chunk = max_prompt_length if prefill_chunk is None else prefill_chunk
-        sizes = per_shard, self._rows, max_prompt_length, max_completion_length, chunk, cache_share
-        self._shapes = shapes_of(*sizes, continued=reuse_cache)
+        share, chunk = (None if cache_tokens is None else cache_tokens // self.shards), (prefill_chunk or max_prompt_length)
+        sizes = per_shard, self._rows, max_prompt_length, max_completion_length, chunk, share
+        shapes = shapes_of(*sizes, continued=reuse_cache)
+        self._shapes = shapes.largest() if batch_invariant else shapes
         pools = self._shapes.prompt_arenas, self._shapes.own_arenas
         ledgers = [Ledger(self.shards, readers, Pool(pools[0]), Pool(pools[1])) for _ in range(self.shards)]
         self._schedule = Schedule(ledgers, per_shard, decode_chunk_steps, chunk, reuse_cache)
@@ -110,8 +112,7 @@ class Engine:
         self._logprobs, self._open_text, kind = logprobs, open_text, _cache_dtype(mesh, dtype)
         self._state: Slots = empty_slots(arch, slots, *pools, max_completion_length, kind, mesh, record_routing, logprobs)
         # The slots are donated: a program that copied the cache instead of updating it would double the memory.
-        layout = slots_sharding(mesh)
-        both = layout, self._row_sharding
+        both = layout, _ = slots_sharding(mesh), self._row_sharding
         self._fill = jax.jit(partial(fill, arch, mesh), donate_argnums=1, out_shardings=both)
         self._extend = jax.jit(partial(extend, arch, mesh), donate_argnums=1, out_shardings=both)
         self._start = jax.jit(start, donate_argnums=0, out_shardings=layout.progress)

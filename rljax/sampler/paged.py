@@ -9,8 +9,8 @@ the parts are joined per slot:
     query of each slot --gathered per block--> [block x its readers] --softmax within the block--> parts --joined--> slot
 
 So no key or value is ever gathered or copied, a prompt's block is read once for all rollouts of its group, and the
-arithmetic grows with the blocks in use. A slot's parts are always joined in the order of its tokens: which blocks it was
-given changes no bit of the result.
+arithmetic grows with the blocks in use. A slot's parts are always joined in the order of its tokens: in tables of one size,
+which blocks it was given changes no bit of the result.
 
 A continued prefill has many new tokens in few rows. It first stores them and then gathers all keys and values of its rows:
 a copy that is small against the products with the weights.

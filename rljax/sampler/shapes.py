@@ -5,7 +5,7 @@ Owns how sizes are rounded up and how the cache is split into pools and arenas. 
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rljax.sampler.blocks import blocks_for
 from rljax.sampler.cache import BLOCK, arena_sizes
@@ -48,6 +48,11 @@ class Shapes:
         # Where later arenas are in use, a slot has more than a share of the arenas before; fewer columns are not compiled.
         before = covered[1] - next(size for size, end in _ends(self.own_arenas) if end == covered[1])
         return least(self.prompt_columns, widest[0]), least(self.own_columns, max(widest[1], before // self.slots + 1))
+
+    def largest(self) -> "Shapes":
+        """Return the shapes with a single one for decode steps, in which every rollout fits."""
+        arenas = {"prompt_arenas": (sum(self.prompt_arenas),), "own_arenas": (sum(self.own_arenas),)}
+        return replace(self, **arenas, prompt_columns=self.prompt_columns[-1:], own_columns=self.own_columns[-1:])
 
     def decode(self) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         """Yield all (blocks that the tables cover, columns) that a decode step may have."""

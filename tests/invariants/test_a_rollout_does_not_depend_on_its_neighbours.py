@@ -1,13 +1,13 @@
 """What a rollout becomes follows from the weights, its prompt and its key: not from its slot, its neighbours or when it came.
 
 Within one compiled shape that holds to the last bit; between shapes the tokens are the same and log-probabilities agree to
-rounding.
+rounding. A batch-invariant engine has one shape.
 """
 
 import numpy as np
 import pytest
 
-from tests.tiny_model import bits, drain, engine_of, run, some_requests, warm_engine
+from tests.tiny_model import bits, drain, engine_of, request, run, some_requests, warm_engine
 
 LOGP_ATOL = 5e-6
 """Float32 sums in another order; log-probabilities are of the order 10 (nats)."""
@@ -45,6 +45,18 @@ def test_coming_late_changes_nothing() -> None:
         engine.step()
         found |= bits(dict(engine.poll()))
     assert found | bits(drain(engine)) == expected
+
+
+def test_in_a_batch_invariant_engine_longer_neighbours_change_no_bit() -> None:
+    short, long = (
+        [request((f"of {limit}", index), [7 + index] * 20, max_tokens=limit) for index in range(4)] for limit in (120, 400)
+    )
+    options = {"max_completion_length": 400, "stop_ids": (0,), "batch_invariant": True}
+    alone = bits(run(engine_of(**options), short))
+    together = run(engine_of(**options), [*long, *short])
+    assert max(len(done.tokens) for done in together.values()) > 200
+    found = bits(together)
+    assert {ticket: found[ticket] for ticket in alone} == alone
 
 
 def test_the_number_of_slots_and_the_length_of_a_chunk_change_no_token() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rljax.data.packing import Batch
-from rljax.learner.step import Learner, _decode, _micro
+from rljax.learner.step import Learner, _decode, micro_batch
 from rljax.models.decoder import merge
 from rljax.records import Group, Rollout
 from tests.tiny_model import batch_of, first_state, placed, rollouts_of
@@ -91,8 +91,8 @@ def test_in_the_learner_every_token_goes_where_it_went_in_the_sampler() -> None:
 
     @jax.jit
     def choices(params: Any, batch: Any, micro: Any) -> Any:
-        part = jax.tree.map(lambda leaf: _micro(leaf, micro), batch)
-        routing = _decode(learner, merge(ARCH, params), part).routing
+        part = jax.tree.map(lambda leaf: micro_batch(leaf, micro), batch)
+        routing = _decode(merge(ARCH, params), part, learner.config).routing
         return None if routing is None else jnp.moveaxis(routing.choices, 0, 2)
 
     others = placed(learner, params(1))  # whose routers would decide otherwise

@@ -76,6 +76,12 @@ def test_the_set_is_small(slots: int, prompt: int, completion: int, continued: b
     assert (len(shapes.prompts), len(shapes.pieces) * len(shapes.seen), len(list(shapes.decode()))) == programs
 
 
+def test_one_shape_serves_every_step_of_a_batch_invariant_engine() -> None:
+    usual = shapes_of(8, 2, 100, 300, 256, None, continued=True)
+    assert len(list(usual.decode())) > 3
+    assert list(usual.largest().decode()) == [((sum(usual.prompt_arenas), sum(usual.own_arenas)), (4, 13))]
+
+
 def test_every_size_has_a_shape() -> None:
     shapes = shapes_of(8, 2, 100, 70, 256, None, continued=True)
     assert ladder(16, 2, 100) == (16, 32, 64, 100)
