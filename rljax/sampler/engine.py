@@ -91,8 +91,7 @@ class Engine:
             open_text: Opens a stream from the tokens of one completion to text; stop strings need it.
 
         Raises:
-            ValueError: slots do not divide over the mesh, nothing ends a completion, the cache is too small, or there are no
-                experts to record.
+            ValueError: slots do not divide over the mesh, nothing ends a completion, the cache is too small, or no experts.
         """
         self.shards = data_shards(mesh)
         _refuse_unfit(arch, slots, self.shards, stop_ids, record_routing)
@@ -105,7 +104,7 @@ class Engine:
         shapes = shapes_of(*sizes, continued=reuse_cache)
         self._shapes = shapes.largest() if batch_invariant else shapes
         pools = self._shapes.prompt_arenas, self._shapes.own_arenas
-        ledgers = [Ledger(self.shards, readers, Pool(pools[0]), Pool(pools[1])) for _ in range(self.shards)]
+        ledgers = [Ledger(self.shards, readers, *map(Pool, pools)) for _ in range(self.shards)]
         self._schedule = Schedule(ledgers, per_shard, decode_chunk_steps, chunk, reuse_cache)
         self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
         self._ends, self._row_sharding = frozenset(stop_ids), sharding(mesh, DATA_AXES)
