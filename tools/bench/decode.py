@@ -19,25 +19,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import CHECKPOINT, endless_engine, make_requests, sample, sampler_params, timed
 from jax.sharding import Mesh
 
-from rljax.config import MeshConfig
-from rljax.convert import read_checkpoint
-from rljax.mesh import build_mesh
 from rljax.models.arch import Arch
 from rljax.models.block import INPUTS, KeyValue, layer_kinds, project_outputs_first
 from rljax.pytree import Params
 from rljax.records import SamplingParams
-from rljax.rollouts.weights import learner_layout, publisher
 from rljax.sampler.draw import draw, uniforms
-from rljax.sampler.engine import Engine, Request, draw_key
+from rljax.sampler.engine import Engine, Request
 from rljax.sampler.paged import paged_attention
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/smollm2-135m-instruct"))
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="rollouts decoded together")
     parser.add_argument("--group", type=int, default=8, help="rollouts per prompt, at most as many as rows")
@@ -45,12 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="completion length (tokens)")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
-    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
-    loaded = read_checkpoint(args.checkpoint, learner_layout(mesh))
     for dtype in args.dtype:
-        params = publisher(loaded.arch, mesh, dtype)(loaded.params)
+        arch, mesh, params = sampler_params(args.checkpoint, dtype)
         for rows in args.rows:
-            found = measure(args, loaded.arch, mesh, params, rows)
+            found = measure(args, arch, mesh, params, rows)
             print(json.dumps({"system": "rljax", "dtype": dtype, "rows": rows, **found}), flush=True)
     return 0
 
@@ -58,22 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(args: argparse.Namespace, arch: Arch, mesh: Mesh, params: Params, rows: int) -> dict[str, Any]:
     """Sample some times and return the medians."""
     group = min(args.group, rows)
-    engine = Engine(
-        arch,
-        mesh,
-        (arch.vocab_size,),  # an end token that is never drawn
-        slots=rows,
-        max_prompt_length=args.prompt,
-        max_completion_length=args.tokens,
-        readers=group,
-        decode_chunk_steps=8,
-        dtype=params["embed"].dtype,
-    )
-    engine.set_weights(params, 0)
-    rng = np.random.default_rng(0)
-    prompts = [tuple(rng.integers(0, arch.vocab_size, args.prompt).tolist()) for _ in range(-(-rows // group))]
-    sampling = SamplingParams(max_tokens=args.tokens)
-    requests = [Request(row, prompts[row // group], draw_key(0, "bench", str(row), 0), sampling) for row in range(rows)]
+    engine = endless_engine(arch, mesh, params, slots=rows, prompt=args.prompt, tokens=args.tokens, readers=group)
+    requests = make_requests(arch.vocab_size, args.prompt, [args.tokens] * rows, group)
     one = [replace(request, params=SamplingParams(max_tokens=1)) for request in requests]
     floor = kernel_floor(engine, params, requests, args.repeats)
     whole, first = (timed(lambda asked=asked: sample(engine, asked), args.repeats) for asked in (requests, one))
@@ -151,25 +132,6 @@ def timed_chain(kernel: Callable[[Any, Any], Any], x: Any, weights: Sequence[Any
 
     run = jax.jit(chain)
     return timed(lambda: run(x, weights), repeats)
-
-
-def sample(engine: Engine, requests: Sequence[Request]) -> None:
-    """Sample the requests to their end."""
-    engine.submit(requests)
-    while engine.pending:
-        engine.step()
-        engine.poll()
-
-
-def timed(call: Callable[[], Any], repeats: int) -> float:
-    """Return the median time of a call, after one that may compile (seconds)."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

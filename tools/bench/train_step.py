@@ -11,13 +11,15 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import CHECKPOINT, timed
 
 from rljax.convert import read_checkpoint
 from rljax.data.packing import Batch
@@ -33,7 +35,7 @@ from rljax.rollouts.weights import learner_layout
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/smollm2-135m-instruct"))
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=128, help="tokens of a row")
@@ -136,7 +138,7 @@ def products(arch: Arch, args: argparse.Namespace, dtype: str) -> float:
         g = jnp.ones((args.micro_batch, args.length, outputs), dtype)
         w = jnp.ones((inputs, outputs), jnp.float32)
         three = ((product, x, w), (product_transposed, g, w), (contract_rows, x, g))
-        seconds = sum(timed(jax.jit(kernel), args.repeats, left, right) for kernel, left, right in three)
+        seconds = sum(timed(partial(jax.jit(kernel), left, right), max(3, args.repeats)) for kernel, left, right in three)
         total += seconds * times * (args.rows // args.micro_batch)
     return total
 
@@ -144,18 +146,7 @@ def products(arch: Arch, args: argparse.Namespace, dtype: str) -> float:
 def square(dtype: str, repeats: int) -> float:
     """Return the rate of a 2048 x 2048 x 2048 product (GFLOP/s)."""
     x = jnp.ones((2048, 2048), dtype)
-    return 2 * 2048**3 / timed(jax.jit(product), repeats, x, x) / 1e9
-
-
-def timed(call: Callable[..., Any], repeats: int, *inputs: Any) -> float:
-    """Return the median time of a call, after one that compiles (seconds)."""
-    jax.block_until_ready(call(*inputs))
-    times = []
-    for _ in range(max(3, repeats)):
-        start = time.perf_counter()
-        jax.block_until_ready(call(*inputs))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return 2 * 2048**3 / timed(partial(jax.jit(product), x, x), max(3, repeats)) / 1e9
 
 
 if __name__ == "__main__":
