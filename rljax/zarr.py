@@ -107,12 +107,13 @@ def write_slice(folder: Path, name: str, spec: ArraySpec, layer: int | None, val
     path = _slice_path(name, layer, len(spec.shape))
     index = _index(spec.shard, spec.chunk, block.itemsize)
     digest = hashlib.sha256(index.data)
+    chunk = np.empty(spec.chunk, block.dtype)  # one for all: memory that is new for each would be cleared for each
     descriptor = os.open(folder / path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         _write_all(descriptor, index)
         for place in _chunks(spec.shard, spec.chunk):
-            chunk = np.ascontiguousarray(block[place]).reshape(-1).view(np.uint8)
-            digest.update(chunk.data)
+            chunk[...] = block[place]
+            digest.update(_raw(chunk))
             _write_all(descriptor, chunk)
         os.fsync(descriptor)
     finally:
@@ -259,8 +260,13 @@ def _read_slice(
     return values
 
 
+def _raw(values: np.ndarray) -> memoryview:
+    """Return the bytes of a contiguous array."""
+    return values.reshape(-1).view(np.uint8).data
+
+
 def _fill(file: Any, values: np.ndarray, digest: Any) -> None:
-    left = whole = values.reshape(-1).view(np.uint8).data
+    left = whole = _raw(values)
     while left:
         got = file.readinto(left)
         if not got:
@@ -271,6 +277,6 @@ def _fill(file: Any, values: np.ndarray, digest: Any) -> None:
 
 
 def _write_all(descriptor: int, values: np.ndarray) -> None:
-    left = values.reshape(-1).view(np.uint8).data
+    left = _raw(values)
     while left:
         left = left[os.write(descriptor, left) :]
