@@ -56,5 +56,5 @@ $(VENV)/.runtime: pyproject.toml | $(VENV)/.created
 
 $(VENV)/.development: $(VENV)/.runtime
 	@echo "Installing what tests and checks need into $(VENV) (another 1.5 GB, once)"
-	@$(PIP) install --editable '.[dev,gguf,parquet,qlora,tensorboard,test-oracle]'
+	@$(PIP) install --editable '.[dev,envs,gguf,parquet,qlora,tensorboard,test-oracle]'
 	@touch $@
