@@ -55,6 +55,6 @@ $(VENV)/.runtime: pyproject.toml | $(VENV)/.created
 	@touch $@
 
 $(VENV)/.development: $(VENV)/.runtime
-	@echo "Installing what tests and checks need into $(VENV) (another 1.5 GB, once)"
-	@$(PIP) install --editable '.[dev,gguf,parquet,qlora,tensorboard,test-oracle]'
+	@echo "Installing what tests and checks need into $(VENV) (another 1.7 GB, once)"
+	@$(PIP) install --editable '.[dev,envs,gguf,parquet,qlora,tensorboard,test-oracle]'
 	@touch $@

@@ -32,9 +32,11 @@ class AlgorithmConfig(Section):
         "gdpo",
         "ppo",
     ] = option("none", "Named algorithm, which sets the defaults of this section; an option that is set wins.")
-    num_generations: int = option(8, "Rollouts per Task; at least 2, with a critic (gae) at least 1.", ge=1)
-    advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo", "gae"] = option(
-        "grpo", "How rewards become advantages: against the group, the other rollouts, the batch, or a learned critic (gae)."
+    num_generations: int = option(8, "Rollouts per Task; at least 2, or 1 where they are not compared (gae, return).", ge=1)
+    advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo", "gae", "return"] = option(
+        "grpo",
+        "How rewards become advantages: against the group, the other rollouts, the batch, a learned critic (gae), or nothing "
+        "(return).",
     )
     credit: Literal["rollout", "turn"] = option(
         "rollout", "What is compared within a group: whole rollouts, or their turns of the same number (grpo, rloo)."
@@ -167,15 +169,16 @@ class AlgorithmConfig(Section):
 
     def _broken_credit_rules(self) -> Iterator[str]:
         critic, turns = self.advantage == "gae", self.credit == "turn"
-        if self.num_generations < 2 and not critic:
+        grouped = self.advantage not in ("gae", "return")
+        if self.num_generations < 2 and grouped:
             yield (
                 f"algorithm.num_generations = 1 leaves nothing to compare a rollout with by algorithm.advantage = "
                 f"'{self.advantage}'; set at least 2, or algorithm.advantage = 'gae'"
             )
-        if critic and self.dynamic_sampling:
+        if self.dynamic_sampling and not grouped:
             yield (
                 "algorithm.dynamic_sampling replaces groups that teach nothing compared with themselves, and with "
-                "algorithm.advantage = 'gae' every rollout is compared with the critic; remove one"
+                f"algorithm.advantage = '{self.advantage}' no rollout is compared with its group; remove one"
             )
         names = [] if critic else ["gae_lambda", "whiten_advantages", "cliprange_value", "critic_warmup_steps"]
         for name in [*names, *([] if critic or turns else ["gamma"])]:

@@ -70,6 +70,7 @@ def test_a_configuration_is_frozen_and_closed() -> None:
         ({"algorithm": {"preset": "maxrl", "overlong_buffer_len": 4}}, ["algorithm.overlong_buffer_len", "'maxrl'"]),
         ({"algorithm": {"advantage": "gae", "scale_rewards": "none"}}, ["algorithm.scale_rewards", "'gae'"]),
         ({"algorithm": {"advantage": "gae", "dynamic_sampling": True}}, ["algorithm.dynamic_sampling", "'gae'"]),
+        ({"algorithm": {"advantage": "return", "dynamic_sampling": True}}, ["algorithm.dynamic_sampling", "'return'"]),
         ({"algorithm": {"num_generations": 1}}, ["algorithm.num_generations = 1", "'grpo'", "'gae'"]),
         ({"algorithm": {"gamma": 0.9}}, ["algorithm.gamma", "'gae'", "algorithm.credit = 'turn'"]),
         ({"algorithm": {"gae_lambda": 1.0}}, ["algorithm.gae_lambda", "'gae'"]),

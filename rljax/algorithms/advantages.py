@@ -165,8 +165,8 @@ def estimate_advantages(
 
 
 def least_scored(config: AlgorithmConfig) -> int:
-    """Return how many rollouts of a group must be scored for it to be trained on: with a critic, one teaches by itself."""
-    return 1 if config.advantage == "gae" else 2
+    """Return how many rollouts of a group must be scored for it to be trained on: one where they are not compared, else 2."""
+    return 1 if config.advantage in ("gae", "return") else 2
 
 
 def group_outcomes(rewards: Sequence[float | None], group_ids: Sequence[Hashable], least: int = 2) -> tuple[GroupOutcome, ...]:
@@ -227,11 +227,7 @@ def reinforce_pp(scored: Scored, config: AlgorithmConfig) -> Values:
 
     A token's return is the reward without the costs of it and the tokens after it.
     """
-    total = np.cumsum(scored.costs)
-    ends = np.cumsum(scored.lengths)
-    before = total - scored.costs
-    last = np.concatenate([np.zeros(1), total])[ends][scored.owners]
-    returns = scored.rewards[scored.owners] - (last - before)
+    returns = _returns(scored)
     mean, scale = _whitening(returns)
     return Values((scored.net - mean) / scale, (returns - mean) / scale)
 
@@ -290,6 +286,15 @@ def gae(scored: Scored, config: AlgorithmConfig) -> Values:
     return Values(of_rollouts, tokens, advantages + scored.values)
 
 
+def plain_return(scored: Scored, config: AlgorithmConfig) -> Values:
+    """Return each token's return as it is, without a baseline (REINFORCE; Williams 1992, doi:10.1007/BF00992696).
+
+    A token's return is as in `reinforce_pp`. The gradient has the same mean as with a baseline, and more variance: what the
+    other rows are measured by.
+    """
+    return Values(scored.net, _returns(scored))
+
+
 def by_turn(scored: Scored, config: AlgorithmConfig, row: Callable[[Scored, AlgorithmConfig], Values]) -> Values:
     """Apply a row to turns in place of rollouts: a turn's return against those of the same turn in its group.
 
@@ -322,6 +327,15 @@ def sample_std(values: Sequence[float]) -> float:
     assert len(values) >= 2, "a sample standard deviation needs two values"
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _returns(scored: Scored) -> np.ndarray:
+    """Return, per loss token, the reward of its rollout without the costs of it and the tokens after it."""
+    total = np.cumsum(scored.costs)
+    ends = np.cumsum(scored.lengths)
+    before = total - scored.costs
+    last = np.concatenate([np.zeros(1), total])[ends][scored.owners]
+    return scored.rewards[scored.owners] - (last - before)
 
 
 def _by_group(values: np.ndarray, scored: Scored, of_group: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -400,5 +414,6 @@ ADVANTAGES: dict[str, Callable[[Scored, AlgorithmConfig], Values]] = {
     "maxrl": maxrl,
     "gdpo": gdpo,
     "gae": gae,
+    "return": plain_return,
 }
 """Estimators by the names of `algorithm.advantage`."""

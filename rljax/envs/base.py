@@ -143,5 +143,6 @@ def task_maker(name: str, options: Mapping[str, Any]) -> TaskMaker:
 
 ENVS: Mapping[str, str] = {
     "arithmetic": "rljax.envs.arithmetic:Arithmetic",
+    "reasoning_gym": "rljax.envs.reasoning_gym:ReasoningGym",
 }
 """Where each environment that comes with rljax lives. Places rather than classes, so that a worker imports only its own."""

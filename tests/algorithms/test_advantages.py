@@ -129,8 +129,8 @@ PARTS = {"right": GROUPS, "short": [[0.0, 1.0, 2.0, 1.0], [5.0, 5.5, 4.0], [1.0,
 WEIGHTS = {"right": 1.0, "short": 0.25}
 
 
-OF_GROUPS = [row for row in ADVANTAGES if row != "gae"]
-"""Rows that compare rollouts with each other; the other one is tested in test_credit.py."""
+OF_GROUPS = [row for row in ADVANTAGES if row not in ("gae", "return")]
+"""Rows that compare rollouts with each other; `gae` is tested in test_credit.py."""
 
 
 def flat(groups):
@@ -243,6 +243,20 @@ def test_token_costs_come_off_the_return_of_the_tokens_before_them():
     want = reference.reinforce_pp(GROUPS, [list(cost) for cost in costs])
     np.testing.assert_allclose(got.tokens, np.concatenate([np.array(row) for row in want]), atol=ROUNDING)
     np.testing.assert_allclose(got.values, [row[0] for row in want], atol=ROUNDING)
+
+
+def test_the_return_alone_is_the_reward_without_later_costs_and_needs_nobody_to_compare_with():
+    costs = [np.array([0.5, 0.25, 0.0]), np.array([]), np.array([0.125])]
+    got = estimate_advantages([1.0, 1.0, -2.0], ["a", "b", "c"], options_of("return"), lengths=np.array([3, 0, 1]), costs=costs)
+    np.testing.assert_array_equal(got.tokens, np.array([0.25, 0.75, 1.0, -2.125], np.float32))
+    np.testing.assert_array_equal(got.values, np.array([0.25, 1.0, -2.125], np.float32))
+    assert got.used.all()
+
+
+def test_equal_rewards_are_returns_all_the_same():
+    got = estimate_advantages([1.0, 1.0, None], [0, 0, 0], options_of("return"), lengths=np.array([2, 1, 4]))
+    np.testing.assert_array_equal(got.tokens, np.ones(3, np.float32))
+    assert got.used.tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("row", ["grpo", "rloo", "reinforce_pp_baseline"])
