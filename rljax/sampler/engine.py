@@ -103,8 +103,8 @@ class Engine:
         sizes = per_shard, self._rows, max_prompt_length, max_completion_length, chunk, share
         shapes = shapes_of(*sizes, continued=reuse_cache)
         self._shapes = shapes.largest() if batch_invariant else shapes
-        pools = self._shapes.prompt_arenas, self._shapes.own_arenas
-        ledgers = [Ledger(self.shards, readers, *map(Pool, pools)) for _ in range(self.shards)]
+        prompts, own = pools = self._shapes.prompt_arenas, self._shapes.own_arenas
+        ledgers = [Ledger(self.shards, readers, Pool(prompts), Pool(own)) for _ in range(self.shards)]
         self._schedule = Schedule(ledgers, per_shard, decode_chunk_steps, chunk, reuse_cache)
         self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
         self._ends, self._row_sharding = frozenset(stop_ids), sharding(mesh, DATA_AXES)
