@@ -129,9 +129,12 @@ def orthogonalised(x: Float[Array, "n i o"]) -> Float[Array, "n i o"]:
     wide = x.shape[1] > x.shape[2]
     x = jnp.swapaxes(x, 1, 2) if wide else x  # the smaller of the two Gram matrices
     x = x / (jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True)) + 1e-7)
-    for _ in range(5):
+
+    def step(_: int, x: Array) -> Array:
         gram = jnp.einsum("nio,njo->nij", x, x)
-        x = a * x + jnp.einsum("nij,njo->nio", b * gram + c * jnp.einsum("nij,njk->nik", gram, gram), x)
+        return a * x + jnp.einsum("nij,njo->nio", b * gram + c * jnp.einsum("nij,njk->nik", gram, gram), x)
+
+    x = jax.lax.fori_loop(0, 5, step, x)
     return jnp.swapaxes(x, 1, 2) if wide else x
 
 

@@ -17,10 +17,10 @@ from rljax.learner.optimizer import Optimizer
 from rljax.learner.rules import rounded
 from rljax.models.arch import Experts
 from rljax.models.decoder import abstract_params, decaying, logical_axes
-from rljax.models.lora import LoraSpec
+from rljax.models.lora import LoraSpec, adapter_axes
 from rljax.pytree import leaf_names
 from rljax.records import RunMeta
-from tests.tiny_model import ARCH, batch_of, first_state, host_adapter, learner_of, placed, some_groups
+from tests.tiny_model import ARCH, batch_of, first_state, host_adapter, learner_of, some_groups
 
 FLOAT32 = 2e-5
 """Relative rounding of four updates in float32."""
@@ -31,6 +31,7 @@ SMALL = dataclasses.replace(
     experts=Experts(count=3, per_token=2, ffn_dim=7, normalize=True),
 )  # fmt: skip
 RULES = ("adamw", "adafactor", "muon")
+DECAY = 0.1
 
 
 def separate(tree) -> Iterator[tuple[str, np.ndarray]]:
@@ -76,10 +77,10 @@ def trained(**options) -> tuple[dict[str, np.ndarray], list[dict[str, np.ndarray
 
 
 def test_every_tensor_is_updated_by_itself_as_torch_adafactor_does() -> None:
-    before, gradients, after = trained(rule="adafactor", learning_rate=0.01)
+    before, gradients, after = trained(rule="adafactor", learning_rate=0.01, weight_decay=DECAY)
     for name, first in before.items():
         tensor = torch.nn.Parameter(torch.tensor(first))
-        oracle = torch.optim.Adafactor([tensor], lr=0.01, eps=(1e-30, 1e-3), d=1.0)
+        oracle = torch.optim.Adafactor([tensor], lr=0.01, eps=(1e-30, 1e-3), d=1.0, weight_decay=DECAY if first.ndim == 2 else 0.0)
         for grads in gradients:
             tensor.grad = torch.tensor(grads[name])
             oracle.step()
@@ -100,12 +101,12 @@ def numpy_muon(first, gradients, rate, momentum=0.95):
         for _ in range(5):
             gram = step @ step.T
             step = 3.4445 * step + (-4.7750 * gram + 2.0315 * gram @ gram) @ step
-        x = x - rate * 0.2 * np.sqrt(max(first.shape)) * step
+        x = (1 - rate * DECAY) * x - rate * 0.2 * np.sqrt(max(first.shape)) * step
     return x
 
 
 def test_every_matrix_is_orthogonalised_by_itself() -> None:
-    before, gradients, after = trained(rule="muon", learning_rate=0.1)
+    before, gradients, after = trained(rule="muon", learning_rate=0.1, weight_decay=DECAY, b1=0.8)
     matrices = [name for name, tensor in before.items() if hidden(name, tensor)]
     assert len(matrices) == 3 * 4 + 3 + 2 * (1 + 3 * 3), "projections of all layers, one MLP, routers and experts"
     for name in matrices:
@@ -114,10 +115,10 @@ def test_every_matrix_is_orthogonalised_by_itself() -> None:
 
 
 def test_muon_is_that_of_torch() -> None:
-    before, gradients, after = trained(rule="muon", learning_rate=0.1)
+    before, gradients, after = trained(rule="muon", learning_rate=0.1, weight_decay=DECAY, b1=0.8)
     for name in ("qkv.1.0.q", "moe.gate_up.1.2.0", "down.0.0"):
         tensor = torch.nn.Parameter(torch.tensor(before[name]))
-        oracle = torch.optim.Muon([tensor], lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        oracle = torch.optim.Muon([tensor], lr=0.1, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
         for grads in gradients:
             tensor.grad = torch.tensor(grads[name])
             oracle.step()
@@ -125,25 +126,16 @@ def test_muon_is_that_of_torch() -> None:
 
 
 def test_what_is_no_hidden_matrix_is_updated_by_adamw() -> None:
-    before, gradients, after = trained(rule="muon", learning_rate=0.1, b1=0.8)
+    before, gradients, after = trained(rule="muon", learning_rate=0.1, weight_decay=DECAY, b1=0.8)
     rest = [name for name, tensor in before.items() if not hidden(name, tensor)]
     assert {"embed", "head", "final_norm", "attn_norm.2.0", "qkv_bias.0.0.k"} < set(rest)
     for name in rest:
         tensor = torch.nn.Parameter(torch.tensor(before[name]))
-        oracle = torch.optim.AdamW([tensor], lr=0.1, betas=(0.8, 0.999), weight_decay=0.0)
+        oracle = torch.optim.AdamW([tensor], lr=0.1, betas=(0.8, 0.999), weight_decay=DECAY if before[name].ndim == 2 else 0.0)
         for grads in gradients:
             tensor.grad = torch.tensor(grads[name])
             oracle.step()
         np.testing.assert_allclose(after[name], tensor.detach().numpy(), rtol=FLOAT32, atol=FLOAT32, err_msg=name)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_weight_decay_is_apart_from_the_rule(rule: str) -> None:
-    before, _, plain = trained(rule=rule, learning_rate=1e-4)
-    _, _, decayed = trained(rule=rule, learning_rate=1e-4, weight_decay=0.5)
-    for name, tensor in before.items():
-        want = plain[name] * (1 - 1e-4 * 0.5) ** 4 if tensor.ndim == 2 else plain[name]
-        np.testing.assert_allclose(decayed[name], want, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -223,11 +215,18 @@ def test_what_adafactor_remembers_is_split_like_its_parameters() -> None:
     assert size < 0.2 * sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
 
-@pytest.mark.parametrize("options", CASES, ids=lambda options: options["rule"])
-def test_an_adapter_is_trained_with_every_rule(options: dict[str, str]) -> None:
-    learner = learner_of("one", lora={"rank": 2}, optimizer={"b1": 0.9, "eps": 1e-8, "learning_rate": 0.01, **options})
-    base, adapter = first_state(learner_of("one")).params, host_adapter(LoraSpec(2, 32.0, False, learner.lora.targets))
-    state = learner.init(placed(learner, adapter))
-    state, _ = learner.step(state, learner.put(batch_of(learner, some_groups())), base=base)
-    for name, old, new in zip(leaf_names(adapter), *map(jax.tree.leaves, (adapter, state.params)), strict=True):
-        assert np.isfinite(new).all() and np.abs(np.asarray(new) - old).max() > 1e-4, name
+@pytest.mark.parametrize("rule", ["adafactor", "muon"])
+def test_factors_of_an_adapter_are_matrices(rule: str) -> None:
+    spec = LoraSpec(2, 32.0, False, ("q_proj", "o_proj"))
+    adapter = jax.tree.map(jnp.asarray, host_adapter(spec))
+    optimizer = Optimizer(OptimizerConfig(rule=rule, learning_rate=0.1), lambda _: False, adapter_axes(spec))
+    update = jax.jit(optimizer.update)(adapter, optimizer.init(adapter), adapter)
+    for target, inputs in (("q_proj", 1), ("o_proj", 3)):
+        for factor, split in (("a", inputs), ("b", 1)):
+            old, new = (np.asarray(tree["layers"][target][factor]) for tree in (adapter, update.params))
+            for moved in (new - old) / -0.1:
+                matrix = moved.reshape(np.prod(moved.shape[:split]), -1)
+                values, size = np.linalg.svd(matrix, compute_uv=False), 0.2 * np.sqrt(max(matrix.shape))
+                # Newton-Schulz brings singular values into (0.68, 1.13), as its coefficients are made to.
+                assert rule == "adafactor" or (0.6 * size < values.min() and values.max() < 1.2 * size), (target, factor)
+                assert np.isfinite(values).all() and values.max() > 0
