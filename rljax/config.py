@@ -166,7 +166,8 @@ class OptimizerConfig(Section):
         "relative to the size of each matrix; or Muon for matrices, with AdamW for the rest.",
     )
     moments_dtype: DType = option(
-        "float32", "Type in which moments are kept; bfloat16 halves them, and is rounded at random, so that averages go on moving."
+        "float32",
+        "Type in which moments are kept; bfloat16 halves them, and is rounded at random, so that averages go on moving.",
     )
     learning_rate: float = option(1e-6, "Peak learning rate.", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "Shape after the warm-up.")

@@ -127,7 +127,7 @@ def _published(config: Config, learner: Learner) -> int:
 
 
 def _gradient_bytes(params: Any) -> int:
-    """Count the sum over micro-batches, in float32, and the gradients of one micro-batch that are added to it (`_train_step`)."""
+    """Count the sum over micro-batches, in float32, and the gradients of one that are added to it (`_train_step`)."""
     summed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), params)
     return bytes_per_device(summed) + bytes_per_device(params)
 

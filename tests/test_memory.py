@@ -11,7 +11,18 @@ from rljax.learner.step import Learner
 from rljax.memory import Estimate, Part, activation_bytes, estimate
 from rljax.mesh import bytes_per_device, data_shards
 from rljax.models.arch import Arch
-from tests.tiny_model import ARCH, batch_of, config_of, engine_of, first_state, host_params, learner_of, mesh_of, published, some_groups
+from tests.tiny_model import (
+    ARCH,
+    batch_of,
+    config_of,
+    engine_of,
+    first_state,
+    host_params,
+    learner_of,
+    mesh_of,
+    published,
+    some_groups,
+)
 
 WITHIN = 1.5
 """How far an estimate may be from what XLA says."""
@@ -34,7 +45,9 @@ def found(arch: Arch, mesh: str, remat: str, **sampler: Any) -> tuple[int, int]:
     return sum(parts[name] for name in names), real.argument_size_in_bytes + real.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("case", [(ARCH, "one", "dots"), (MIDDLE, "one", "dots"), (MIDDLE, "one", "full"), (MIDDLE, "fsdp", "none")])
+@pytest.mark.parametrize(
+    "case", [(ARCH, "one", "dots"), (MIDDLE, "one", "dots"), (MIDDLE, "one", "full"), (MIDDLE, "fsdp", "none")]
+)
 def test_the_step_takes_about_what_was_estimated(case: tuple[Arch, str, str]) -> None:
     arch, mesh, remat = case
     ours, real = found(arch, mesh, remat, **(LONG if arch is MIDDLE else {}))
@@ -80,7 +93,11 @@ def test_a_critic_a_moving_reference_and_smaller_moments_are_counted() -> None:
 
 def test_activations_fall_with_what_the_warning_names() -> None:
     size = activation_bytes(learner_of("one"))
-    assert activation_bytes(learner_of("one", model={"remat": "full"})) < size < activation_bytes(learner_of("one", model={"remat": "none"}))
+    assert (
+        activation_bytes(learner_of("one", model={"remat": "full"}))
+        < size
+        < activation_bytes(learner_of("one", model={"remat": "none"}))
+    )
     assert activation_bytes(learner_of("one", train={"micro_batch_size_per_device": 2})) < size
     assert activation_bytes(learner_of("tensor")) < size
 
@@ -93,7 +110,11 @@ def test_tokens_are_those_of_the_longest_and_of_half_as_long_rollouts() -> None:
 
 
 def test_too_little_memory_is_a_warning_that_names_what_to_lower() -> None:
-    parts = (Part("parameters", 8_000_000_000, ("mesh.fsdp",)), Part("gradients", 1, ()), Part("sampler's cache", 2_000_000, ("sampler.slots",)))
+    parts = (
+        Part("parameters", 8_000_000_000, ("mesh.fsdp",)),
+        Part("gradients", 1, ()),
+        Part("sampler's cache", 2_000_000, ("sampler.slots",)),
+    )
     fits, too_small = (Estimate(100, 50, parts, available).lines() for available in (9_000_000_000, 7_000_000_000))
     assert fits[0] == "tokens per step: 100 at most, 50 if rollouts are half as long"
     assert fits[1:] == [

@@ -22,7 +22,10 @@ Names = tuple[str, ...]
 
 _STACKED = {"layers", "experts"}
 _WIDTHS = {"embed", "rank"}  # one side of every matrix is one of these
-_FUSED: Mapping[str, Callable[[int], tuple[int, ...]]] = {"qkv": lambda size: (size - 2, 1, 1), "gate_up": lambda size: (1,) * size}
+_FUSED: Mapping[str, Callable[[int], tuple[int, ...]]] = {
+    "qkv": lambda size: (size - 2, 1, 1),
+    "gate_up": lambda size: (1,) * size,
+}
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _ADAFACTOR_FLOORS = (1e-30, 1e-3)
 _ROUNDING = 0x0B17  # purpose of random draws
@@ -130,7 +133,7 @@ def orthogonalised(x: Float[Array, "n i o"]) -> Float[Array, "n i o"]:
     x = jnp.swapaxes(x, 1, 2) if wide else x  # the smaller of the two Gram matrices
     x = x / (jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True)) + 1e-7)
 
-    def step(_: int, x: Array) -> Array:
+    def step(_: Array, x: Array) -> Array:
         gram = jnp.einsum("nio,njo->nij", x, x)
         return a * x + jnp.einsum("nij,njo->nio", b * gram + c * jnp.einsum("nij,njk->nik", gram, gram), x)
 

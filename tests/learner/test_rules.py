@@ -1,4 +1,4 @@
-"""Muon and Adafactor update each projection, layer and expert as the separate matrix it is; averages in bfloat16 do not stall."""
+"""Muon and Adafactor update each projection, layer and expert as a matrix of its own; averages in bfloat16 do not stall."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -50,7 +50,9 @@ def separate(tree) -> Iterator[tuple[str, np.ndarray]]:
                     yield f"{where}.k", own[:, :, -2].reshape(width, heads * channels)
                     yield f"{where}.v", own[:, :, -1].reshape(width, heads * channels)
                 elif part == "qkv_bias":
-                    yield from ((f"{where}.{n}", x.ravel()) for n, x in zip("qkv", (own[:, :-2], own[:, -2], own[:, -1]), strict=True))
+                    yield from (
+                        (f"{where}.{n}", x.ravel()) for n, x in zip("qkv", (own[:, :-2], own[:, -2], own[:, -1]), strict=True)
+                    )
                 elif part in ("gate_up", "moe.gate_up"):
                     yield from ((f"{where}.{n}", own[:, n]) for n in range(2))
                 elif part == "out":
@@ -80,7 +82,9 @@ def test_every_tensor_is_updated_by_itself_as_torch_adafactor_does() -> None:
     before, gradients, after = trained(rule="adafactor", learning_rate=0.01, weight_decay=DECAY)
     for name, first in before.items():
         tensor = torch.nn.Parameter(torch.tensor(first))
-        oracle = torch.optim.Adafactor([tensor], lr=0.01, eps=(1e-30, 1e-3), d=1.0, weight_decay=DECAY if first.ndim == 2 else 0.0)
+        oracle = torch.optim.Adafactor(
+            [tensor], lr=0.01, eps=(1e-30, 1e-3), d=1.0, weight_decay=DECAY if first.ndim == 2 else 0.0
+        )
         for grads in gradients:
             tensor.grad = torch.tensor(grads[name])
             oracle.step()
@@ -149,7 +153,9 @@ def test_a_gradient_of_zero_moves_nothing(rule: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-3), ("bfloat16", 0.05)])
 def test_a_second_moment_reaches_the_mean_of_the_squares(dtype: str, error: float) -> None:
-    optimizer = Optimizer(OptimizerConfig(moments_dtype=dtype, max_grad_norm=None), lambda _: {"w": True}, {"w": ("embed", "ffn")})
+    optimizer = Optimizer(
+        OptimizerConfig(moments_dtype=dtype, max_grad_norm=None), lambda _: {"w": True}, {"w": ("embed", "ffn")}
+    )
     params, grads = {"w": jnp.zeros((32, 32))}, {"w": jnp.ones((32, 32))}
 
     def body(_, carry):
@@ -194,14 +200,18 @@ def test_a_mesh_changes_nothing_and_a_checkpoint_restores_on_another(tmp_path: P
             assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype), name
             assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim), name
         after[mesh] = state
-    for name, one, many in zip(leaf_names(after["one"].params), *(jax.tree.leaves(after[mesh].params) for mesh in after), strict=True):
+    for name, one, many in zip(
+        leaf_names(after["one"].params), *(jax.tree.leaves(after[mesh].params) for mesh in after), strict=True
+    ):
         np.testing.assert_allclose(many, one, rtol=1e-3, atol=2e-5, err_msg=name)
     with CheckpointStore(tmp_path, 1) as store:
         store.save(1, after["tensor"], RunMeta(1, 1, 0, 0, "hash", "tasks"))
         store.wait()
         restored = store.restore(learner_of("fsdp", optimizer={**defaults, **options}).abstract_state)
     assert restored is not None
-    for name, old, new in zip(leaf_names(after["tensor"]), *map(jax.tree.leaves, (after["tensor"], restored.arrays)), strict=True):
+    for name, old, new in zip(
+        leaf_names(after["tensor"]), *map(jax.tree.leaves, (after["tensor"], restored.arrays)), strict=True
+    ):
         assert np.asarray(old).tobytes() == np.asarray(new).tobytes(), name
 
 
@@ -229,4 +239,5 @@ def test_factors_of_an_adapter_are_matrices(rule: str) -> None:
                 values, size = np.linalg.svd(matrix, compute_uv=False), 0.2 * np.sqrt(max(matrix.shape))
                 # Newton-Schulz brings singular values into (0.68, 1.13), as its coefficients are made to.
                 assert rule == "adafactor" or (0.6 * size < values.min() and values.max() < 1.2 * size), (target, factor)
-                assert np.isfinite(values).all() and values.max() > 0
+                assert np.isfinite(values).all()
+                assert values.max() > 0
