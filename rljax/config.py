@@ -158,8 +158,17 @@ class SamplerConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW, gradient clipping and the learning-rate schedule."""
+    """The update rule, gradient clipping and the learning-rate schedule."""
 
+    rule: Literal["adamw", "adafactor", "muon"] = option(
+        "adamw",
+        "AdamW; Adafactor, which keeps means of the squares of rows and columns instead of moments, and whose learning rate is "
+        "relative to the size of each matrix; or Muon for matrices, with AdamW for the rest.",
+    )
+    moments_dtype: DType = option(
+        "float32",
+        "Type in which moments are kept; bfloat16 halves them, and is rounded at random, so that averages go on moving.",
+    )
     learning_rate: float = option(1e-6, "Peak learning rate.", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "Shape after the warm-up.")
     warmup_steps: int = option(0, "Optimizer steps of linear warm-up (steps).", ge=0)
@@ -171,10 +180,16 @@ class OptimizerConfig(Section):
     b1: float = option(0.9, "Decay of AdamW's first moment.", ge=0, lt=1)
     b2: float = option(0.999, "Decay of AdamW's second moment.", ge=0, lt=1)
     eps: float = option(1e-8, "Added to the root of the second moment.", gt=0)
+    muon_momentum: float = option(0.95, "Decay of Muon's average of gradients.", ge=0, lt=1)
     weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
     max_grad_norm: float | None = option(1.0, "Clip the global gradient norm to this; `none` for no clipping.", gt=0)
 
     def _broken_rules(self) -> Iterator[str]:
+        idle = {"adamw": ("muon_momentum",), "adafactor": ("b1", "b2", "eps", "muon_momentum", "moments_dtype"), "muon": ()}
+        why = "which keeps no moments" if self.rule == "adafactor" else "which has no such average"
+        for name in idle[self.rule]:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                yield f"optimizer.{name} has no effect with optimizer.rule = '{self.rule}', {why}; remove one"
         if self.schedule == "constant":
             if self.decay_steps is not None:
                 yield "optimizer.decay_steps has no effect with optimizer.schedule = 'constant'; remove one"

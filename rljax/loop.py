@@ -36,6 +36,7 @@ from rljax.learner.critic import Critic
 from rljax.learner.state import TrainState
 from rljax.learner.step import DeviceBatch, Learner
 from rljax.manifest import MANIFEST
+from rljax.memory import estimate
 from rljax.mesh import build_mesh, data_shards
 from rljax.models.quantized import num_bytes
 from rljax.pytree import Params
@@ -48,6 +49,7 @@ from rljax.rollouts.stack import Stack, build_engine, open_stack
 from rljax.rollouts.statistics import critic_metrics, rollout_metrics, update_metrics
 from rljax.rollouts.tasks import fitting_tasks
 from rljax.run_dir import RunDir
+from rljax.sampler.engine import Engine
 from rljax.signals import StopRequest, stop_requests
 from rljax.telemetry.live import LiveView
 from rljax.telemetry.profile import Clock
@@ -136,7 +138,7 @@ def check(config: Config, report: Callable[[str], None] = lambda text: None) -> 
         fitting_tasks(config, "eval", tokenizer, report)
     learner = Learner(arch, mesh, config)
     _check_first_adapter(config, learner)
-    build_engine(config, arch, mesh, tokenizer)
+    engine = build_engine(config, arch, mesh, tokenizer)
     shape = batch_shape(config, data_shards(mesh))
     report(f"algorithm: {config.algorithm.describe()}")
     if learner.lora is not None:
@@ -150,7 +152,13 @@ def check(config: Config, report: Callable[[str], None] = lambda text: None) -> 
         )
     report(f"mesh: {dict(mesh.shape)} on {mesh.devices.flat[0].device_kind}")
     report(f"batch: up to {shape.micro_batches} micro-batches of {shape.rows} rows of {shape.length} tokens")
+    _report_needs(config, learner, engine, report)
     report(f"epochs: {config.train.steps / config.updates_per_batch * config.train.rollout_batch_size / len(tasks):.2f}")
+
+
+def _report_needs(config: Config, learner: Learner, engine: Engine, report: Callable[[str], None]) -> None:
+    for line in estimate(config, learner, engine).lines():
+        report(line)
 
 
 class _Run:
@@ -181,6 +189,7 @@ class _Run:
         _check_first_adapter(config, self.learner)
         self.critic = Critic(self.learner) if config.algorithm.advantage == "gae" else None
         self.shape = batch_shape(config, data_shards(self.stack.mesh), self.learner.replayed)
+        _report_needs(config, self.learner, self.stack.engine, report)
         self.state, self.meta = self._first_state(report)
         self.base = None if self.learner.lora is None else self._load_base()
         self.reference = self._fixed_reference()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -72,6 +73,17 @@ def param_shardings(mesh: Mesh, shapes: Any, axes: Any, rules: Rules) -> Any:
         return sharding(mesh, *spec)
 
     return jax.tree_util.tree_map_with_path(place, shapes, axes, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Return how much of a tree of arrays, or of shapes with shardings, lies on each device (bytes)."""
+
+    def size(leaf: Any) -> int:
+        kind = jnp.iinfo if jnp.issubdtype(leaf.dtype, jnp.integer) else jnp.finfo
+        bits = 8 if leaf.dtype == bool else kind(leaf.dtype).bits
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * bits
+
+    return sum(map(size, jax.tree.leaves(tree))) // 8
 
 
 def constrain(x: Array, *spec: Any) -> Array:

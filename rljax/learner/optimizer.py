@@ -1,10 +1,10 @@
-"""AdamW with gradient clipping and a learning-rate schedule.
+"""One optimizer update: clip, rule, weight decay, learning-rate schedule, and the type in which moments are kept.
 
-Owns the update rule and the only use of optax. Refuses to own gradients (they arrive summed over the whole optimizer
-step) and the decision which parameters decay (the model knows which are vectors).
+Owns the choice of the rule, AdamW, and the only use of optax. Refuses to own the rules for matrices (rules.py), gradients
+(they arrive summed over the whole optimizer step) and the decision which parameters decay (the model knows which are vectors).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from rljax.config import OptimizerConfig
+from rljax.learner.rules import adafactor, is_hidden_matrix, muon, rounded
 
 DecayMask = Callable[[Any], Any]
 """From a tree of parameters to a tree of the same structure with True where weight decay applies."""
@@ -24,7 +25,7 @@ class OptimizerState(NamedTuple):
     updates: Int[Array, ""]
     """Optimizer updates done, int32."""
     moments: Any
-    """State of the optax rule: AdamW's moments in float32 and its counter."""
+    """State of the rule: its averages, in `moments_dtype`, and its counter."""
 
 
 class Update(NamedTuple):
@@ -41,38 +42,44 @@ class Update(NamedTuple):
 
 
 class Optimizer:
-    """AdamW (arXiv:1711.05101 algorithm 2) on float32 moments.
+    """The rule of the configuration, with what is common to all of them.
 
     Example:
-        optimizer = Optimizer(config.optimizer, lambda params: jax.tree.map(lambda p: p.ndim > 1, params))
+        optimizer = Optimizer(config.optimizer, lambda params: jax.tree.map(lambda p: p.ndim > 1, params), axes)
         state = optimizer.init(params)
         params, state, grad_norm, learning_rate = optimizer.update(grads, state, params)
     """
 
-    def __init__(self, config: OptimizerConfig, decay_mask: DecayMask) -> None:
-        """Build the update rule; `decay_mask` says which parameters weight decay applies to."""
+    def __init__(self, config: OptimizerConfig, decay_mask: DecayMask, axes: Any) -> None:
+        """Build the update rule.
+
+        Args:
+            config: Its options.
+            decay_mask: Says which parameters weight decay applies to.
+            axes: Logical axis names of every parameter, from which the rules for matrices know what is one.
+        """
         self.config = config
-        self._rule = optax.chain(
-            optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
-            optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
-        )
+        decay = optax.add_decayed_weights(config.weight_decay, mask=decay_mask)
+        self._rule = optax.chain(_RULES[config.rule](config, axes), decay)
 
     def init(self, params: Any) -> OptimizerState:
-        """Return the state before the first update: float32 zeros shaped like the parameters, and counters."""
-        return OptimizerState(jnp.zeros((), jnp.int32), self._rule.init(_wide(params)))
+        """Return the state before the first update: zeros shaped like the parameters, or like means of them, and counters."""
+        updates = jnp.zeros((), jnp.int32)
+        return OptimizerState(updates, rounded(self._rule.init(_wide(params)), self.config.moments_dtype, updates))
 
     def update(self, grads: Any, state: OptimizerState, params: Any) -> Update:
         """Clip the gradients to `max_grad_norm` and apply one update; pure, for use under jit.
 
-        Moments and arithmetic are float32 whatever the parameters' dtype.
+        Arithmetic is float32 whatever the dtypes of parameters and moments.
         """
         grads, grad_norm = clip_by_global_norm(_wide(grads), self.config.max_grad_norm)
         wide = _wide(params)
-        directions, moments = self._rule.update(grads, state.moments, wide)
+        directions, moments = self._rule.update(grads, _wide(state.moments), wide)
         updates = state.updates + 1
         rate = _schedule(self.config, updates)
         new = jax.tree.map(lambda old, at, by: (at - rate * by).astype(old.dtype), params, wide, directions)
-        return Update(new, OptimizerState(updates, moments), grad_norm, rate)
+        kept = rounded(moments, self.config.moments_dtype, updates)
+        return Update(new, OptimizerState(updates, kept), grad_norm, rate)
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -110,4 +117,25 @@ def _schedule(config: OptimizerConfig, step: Int[Array, ""]) -> Float[Array, ""]
 
 
 def _wide(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
+
+
+def _adamw(config: OptimizerConfig, _: Any) -> Any:
+    """Adam (arXiv:1412.6980 algorithm 1); with the weight decay of all rules it is AdamW (arXiv:1711.05101 algorithm 2)."""
+    return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+
+
+def _muon(config: OptimizerConfig, axes: Any) -> Any:
+    """Muon for matrices, AdamW for embedding, output head, scales and biases."""
+    labels = jax.tree.map(
+        lambda names: "muon" if is_hidden_matrix(names) else "adamw", axes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+    rules = {"muon": optax.GradientTransformation(*muon(axes, config.muon_momentum)), "adamw": _adamw(config, axes)}
+    return optax.partition(rules, labels)
+
+
+def _adafactor(_: OptimizerConfig, axes: Any) -> Any:
+    return optax.GradientTransformation(*adafactor(axes))
+
+
+_RULES: Mapping[str, Callable[[OptimizerConfig, Any], Any]] = {"adamw": _adamw, "adafactor": _adafactor, "muon": _muon}

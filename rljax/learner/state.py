@@ -79,7 +79,9 @@ def critic_optimizer(arch: Arch, config: Config) -> Optimizer:
     """Return the critic's update rule: the policy's at `critic_learning_rate`, whose schedule keeps the same proportions."""
     own, rate = config.optimizer, config.critic_learning_rate
     changed = {"learning_rate": rate, "min_learning_rate": own.min_learning_rate * rate / own.learning_rate}
-    return Optimizer(own.model_copy(update=changed), lambda _: {"trunk": decaying(critic_arch(arch)), "value": True})
+    trunk = critic_arch(arch)
+    axes = {"trunk": logical_axes(trunk), "value": ("embed",)}
+    return Optimizer(own.model_copy(update=changed), lambda _: {"trunk": decaying(trunk), "value": True}, axes)
 
 
 def first_critic(params: Params, optimizer: Optimizer) -> CriticState:
@@ -114,12 +116,20 @@ def abstract_state(arch: Arch, mesh: Mesh, config: Config, optimizer: Optimizer)
 
 
 def _placed(state: Any, params: Params, mesh: Mesh) -> Any:
-    """Lay every leaf like the parameter that its path ends with; what belongs to none (counters) is whole everywhere."""
-    places = {shape_path(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    """Lay every leaf like the parameter that its path ends with, but whole along dims of which it holds a mean.
+
+    What belongs to no parameter (counters) is whole everywhere.
+    """
+    owners = {shape_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     def place(path: Any, leaf: Any) -> Any:
-        found = (places[shape_path(path[start:])] for start in range(len(path)) if shape_path(path[start:]) in places)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=next(found, sharding(mesh)))
+        names = (shape_path(path[start:]) for start in range(len(path)))
+        owner = next((owners[name] for name in names if name in owners), None)
+        spec = []
+        if owner is not None:
+            parts = zip(leaf.shape, owner.shape, owner.sharding.spec, strict=True)
+            spec = [axis if size == whole else None for size, whole, axis in parts]
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh, *spec))
 
     return jax.tree_util.tree_map_with_path(place, state)
 

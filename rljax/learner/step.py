@@ -46,7 +46,7 @@ from rljax.mesh import DATA_AXES, constrain, sharding
 from rljax.models.arch import Arch
 from rljax.models.block import INPUTS
 from rljax.models.decoder import Decoder, Forward, decaying, logical_axes, merge
-from rljax.models.lora import attach, dropout_key, init_adapter, merged, spec_of
+from rljax.models.lora import adapter_axes, attach, dropout_key, init_adapter, merged, spec_of
 from rljax.models.moe import Routing, chosen_sums, router_sums
 from rljax.models.quantized import abstract_base, dequantised, quantised
 from rljax.pytree import Params, pytree
@@ -115,7 +115,8 @@ class Learner:
         self.arch, self.mesh, self.config = arch, mesh, config
         self.lora = spec_of(arch, config.lora)
         """What adapters are; None where the parameters themselves are trained."""
-        self.optimizer = Optimizer(config.optimizer, self._decaying)
+        axes = logical_axes(arch) if self.lora is None else adapter_axes(self.lora)
+        self.optimizer = Optimizer(config.optimizer, self._decaying, axes)
         self.abstract_model = learner_params(arch, mesh, config.model.param_dtype)
         """Shapes, types and shardings of a whole model: of what is trained, or of the base of an adapter as it is loaded."""
         self.abstract_base = abstract_base(mesh, self.abstract_model, logical_axes(arch), config.lora.base_dtype)

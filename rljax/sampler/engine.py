@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.mesh import DATA_AXES, data_shards, sharding
+from rljax.mesh import DATA_AXES, bytes_per_device, data_shards, sharding
 from rljax.models.arch import Arch
 from rljax.pytree import Params
 from rljax.records import Completion, SamplingParams, TopTokens
@@ -159,6 +159,11 @@ class Engine:
     def pending(self) -> int:
         """Number of submitted rollouts that have not been polled."""
         return len(self._schedule.waiting) + len(self._schedule.running)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the cache and of the slots' progress on each device (bytes)."""
+        return bytes_per_device(self._state)
 
     @property
     def free(self) -> int:

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     from_file = [
         *("train.steps=1", "checkpoint.every=1", "data.source=file", f"data.path={tasks}", f"eval.path={tasks}"),
-        *("algorithm.surrogate=sapo", "algorithm.advantage=gae"),
+        *("algorithm.surrogate=sapo", "algorithm.advantage=gae", "optimizer.rule=muon"),
         *(
             "env.name=tests.worlds:Troubled",
             "env.options.share=0.3",

@@ -43,6 +43,7 @@ FROM = {  # what a case is compared with, when it needs more than the common opt
         *("env.name=tests.worlds:Dialogue", "env.options.judged=true", "env.options.answer=Go on."),
         "algorithm.credit=turn",
     ),
+    "muon": ("optimizer.rule=muon",),
     "cosine": ("optimizer.schedule=cosine", "optimizer.decay_steps=4"),
 }
 CHANGES = {
@@ -127,6 +128,10 @@ CHANGES = {
     "optimizer.decay_steps=5": "cosine",
     "optimizer.min_learning_rate=0.005": "cosine",
     "optimizer.warmup_steps=2": "",
+    "optimizer.rule=adafactor": "",
+    "optimizer.rule=muon": "",
+    "optimizer.moments_dtype=bfloat16": "",
+    "optimizer.muon_momentum=0.5": "muon",
     "optimizer.b1=0.5": "",
     "optimizer.b2=0.9": "",
     "optimizer.eps=0.001": "",

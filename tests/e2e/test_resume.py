@@ -77,10 +77,13 @@ MOVING = (
 """Groups are replaced, and the reference and its weight move."""
 CRITIC = ("algorithm.preset=ppo", "algorithm.critic_warmup_steps=1", "train.steps=6", "checkpoint.keep=9")
 """A critic learns, at first alone."""
+ADAFACTOR = ("optimizer.rule=adafactor", "train.steps=6", "checkpoint.keep=9")
+MUON = ("optimizer.rule=muon", "optimizer.moments_dtype=bfloat16", *CRITIC)
+"""Moments of policy and critic are rounded at random."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [MOVING, CRITIC], ids=["moving", "critic"])
+@pytest.mark.parametrize("options", [MOVING, CRITIC, ADAFACTOR, MUON], ids=["moving", "critic", "adafactor", "muon"])
 def test_a_run_with_everything_that_moves_dies_at_many_stages(server: Server, tmp_path: Path, options: tuple[str, ...]) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert server.run(["train", *overrides(whole, *options)]) == 0, server.output

@@ -11,6 +11,7 @@ from rljax.learner.optimizer import Optimizer, clip_by_global_norm, learning_rat
 
 FLOAT32 = 1e-5
 """Relative rounding of a few dozen float32 updates."""
+AXES = {"w": ("embed", "ffn"), "scale": ("embed",)}
 
 
 def matrices_decay(params):
@@ -44,7 +45,7 @@ def test_updates_are_those_of_adamw(schedule, max_grad_norm):
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(3, 4)), "scale": rng.normal(size=4)}
     gradients = [{"w": rng.normal(size=(3, 4)), "scale": rng.normal(size=4)} for _ in range(8)]
-    optimizer = Optimizer(config, matrices_decay)
+    optimizer = Optimizer(config, matrices_decay, AXES)
     update = jax.jit(optimizer.update)
     now = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
     state = optimizer.init(now)
@@ -61,7 +62,7 @@ def test_updates_are_those_of_adamw(schedule, max_grad_norm):
 
 def test_weight_decay_spares_what_the_mask_spares():
     config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
-    optimizer = Optimizer(config, matrices_decay)
+    optimizer = Optimizer(config, matrices_decay, AXES)
     params = {"w": jnp.ones((2, 2)), "scale": jnp.ones(2)}
     after = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params).params
     np.testing.assert_allclose(after["w"], 0.95, rtol=FLOAT32)
@@ -111,7 +112,7 @@ def test_the_norm_is_reported_before_the_clip():
 
 
 def test_a_zero_gradient_changes_nothing():
-    optimizer = Optimizer(OptimizerConfig(learning_rate=0.1), matrices_decay)
+    optimizer = Optimizer(OptimizerConfig(learning_rate=0.1), matrices_decay, AXES)
     params = {"w": jnp.array([[0.3, -0.7]])}
     update = optimizer.update({"w": jnp.zeros((1, 2))}, optimizer.init(params), params)
     assert np.asarray(update.params["w"]).tobytes() == np.asarray(params["w"]).tobytes()
@@ -119,7 +120,7 @@ def test_a_zero_gradient_changes_nothing():
 
 
 def test_small_updates_add_up_in_float32():
-    optimizer = Optimizer(OptimizerConfig(learning_rate=6e-4, max_grad_norm=None), matrices_decay)
+    optimizer = Optimizer(OptimizerConfig(learning_rate=6e-4, max_grad_norm=None), matrices_decay, AXES)
     params, state = {"w": jnp.ones(())}, None
     state = optimizer.init(params)
     update = jax.jit(optimizer.update)
@@ -130,7 +131,7 @@ def test_small_updates_add_up_in_float32():
 
 
 def test_bfloat16_parameters_keep_their_dtype_and_float32_moments():
-    optimizer = Optimizer(OptimizerConfig(learning_rate=0.1), matrices_decay)
+    optimizer = Optimizer(OptimizerConfig(learning_rate=0.1), matrices_decay, AXES)
     params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
     update = optimizer.update({"w": jnp.ones((2, 2), jnp.bfloat16)}, optimizer.init(params), params)
     assert update.params["w"].dtype == jnp.bfloat16

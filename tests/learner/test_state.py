@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from rljax.config import OptimizerConfig
 from rljax.learner.optimizer import Optimizer
 from rljax.learner.state import abstract_state, learner_params
-from rljax.models.decoder import decaying
+from rljax.models.decoder import decaying, logical_axes
 from rljax.pytree import leaf_names
 from tests.tiny_model import ARCH, config_of, first_state, host_params, learner_of, mesh_of
 
@@ -36,7 +36,7 @@ def test_each_moment_lies_like_its_parameter() -> None:
 
 
 def test_moments_are_float32_whatever_the_parameters_are() -> None:
-    optimizer = Optimizer(OptimizerConfig(), lambda _: decaying(ARCH))
+    optimizer = Optimizer(OptimizerConfig(), lambda _: decaying(ARCH), logical_axes(ARCH))
     state = abstract_state(ARCH, mesh_of("one"), config_of(model={"param_dtype": "bfloat16"}), optimizer)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.optimizer.moments[0].mu)} == {"float32"}
@@ -45,7 +45,7 @@ def test_moments_are_float32_whatever_the_parameters_are() -> None:
 
 def test_weight_decay_shrinks_matrices_and_leaves_vectors() -> None:
     params = jax.tree.map(jnp.array, host_params())
-    optimizer = Optimizer(OptimizerConfig(learning_rate=0.5, weight_decay=0.1), lambda _: decaying(ARCH))
+    optimizer = Optimizer(OptimizerConfig(learning_rate=0.5, weight_decay=0.1), lambda _: decaying(ARCH), logical_axes(ARCH))
     still = jax.tree.map(jnp.zeros_like, params)
     after = jax.jit(optimizer.update)(still, optimizer.init(params), params).params
     for name, old, new in zip(leaf_names(params), *map(jax.tree.leaves, (params, after)), strict=True):

@@ -1,0 +1,134 @@
+"""The estimate before the first compilation agrees with what XLA allocates, and counts exactly what is there."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rljax.learner.step import Learner
+from rljax.memory import Estimate, Part, activation_bytes, estimate
+from rljax.mesh import bytes_per_device, data_shards
+from rljax.models.arch import Arch
+from tests.tiny_model import (
+    ARCH,
+    batch_of,
+    config_of,
+    engine_of,
+    first_state,
+    host_params,
+    learner_of,
+    mesh_of,
+    published,
+    some_groups,
+)
+
+WITHIN = 1.5
+"""How far an estimate may be from what XLA says."""
+MIDDLE = dataclasses.replace(
+    ARCH, vocab_size=2048, num_layers=8, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=384
+)
+LONG = {"max_prompt_length": 200, "max_completion_length": 56}
+
+
+def found(arch: Arch, mesh: str, remat: str, **sampler: Any) -> tuple[int, int]:
+    """Return what the estimate and what XLA says of the memory of a train step on one device."""
+    devices = mesh_of(mesh)
+    config = config_of(data_shards(devices), model={"remat": remat}, train={"micro_batch_size_per_device": 4}, sampler=sampler)
+    learner = Learner(arch, devices, config)
+    with jax.set_mesh(devices):
+        batch = learner.put(batch_of(learner, some_groups()))
+        real = learner._step.lower(learner.abstract_state, batch, None, None, None).compile().memory_analysis()
+    parts = {part.name: part.size for part in estimate(config, learner, engine_of()).parts}
+    names = ("parameters", "optimizer state", "gradients", "activations of a micro-batch")
+    return sum(parts[name] for name in names), real.argument_size_in_bytes + real.temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    "case", [(ARCH, "one", "dots"), (MIDDLE, "one", "dots"), (MIDDLE, "one", "full"), (MIDDLE, "fsdp", "none")]
+)
+def test_the_step_takes_about_what_was_estimated(case: tuple[Arch, str, str]) -> None:
+    arch, mesh, remat = case
+    ours, real = found(arch, mesh, remat, **(LONG if arch is MIDDLE else {}))
+    assert real / WITHIN < ours < real * WITHIN
+
+
+def held(tree: Any) -> int:
+    """Return what lies on the first device."""
+    first = jax.devices()[0]
+    shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards if shard.device == first]
+    return sum(shard.data.nbytes for shard in shards)
+
+
+def test_what_stays_is_counted_exactly() -> None:
+    learner, engine = learner_of("tensor", algorithm={"beta": 0.1}), engine_of("tensor")
+    parts = {part.name: part.size for part in estimate(learner.config, learner, engine).parts}
+    state = first_state(learner)
+    assert parts["parameters"] == held(state.params) == parts["reference"]
+    assert parts["optimizer state"] == held(state.optimizer)
+    assert parts["gradients"] == 2 * parts["parameters"]
+    assert parts["sampler's cache"] == held(engine._state)
+    assert parts["sampler's weights"] == held(published(engine, host_params()))
+    assert parts["critic"] == 0
+
+
+def test_a_critic_a_moving_reference_and_smaller_moments_are_counted() -> None:
+    engine, plain = engine_of(), learner_of("one")
+    before = {part.name: part.size for part in estimate(plain.config, plain, engine).parts}
+    changes: dict[str, dict[str, Any]] = {
+        "critic": {"algorithm": {"advantage": "gae"}},
+        "reference": {"algorithm": {"beta": 0.1, "reference_sync_steps": 1}},
+        "optimizer state": {"optimizer": {"moments_dtype": "bfloat16"}},
+    }
+    after = {}
+    for name, sections in changes.items():
+        learner = learner_of("one", **sections)
+        after[name] = {part.name: part.size for part in estimate(learner.config, learner, engine).parts}[name]
+    assert before["critic"] == before["reference"] == 0
+    assert after["reference"] == before["parameters"]
+    assert 3 * 0.6 * before["parameters"] < after["critic"] < 3 * before["parameters"], "no output head, but two moments"
+    assert after["optimizer state"] == pytest.approx(before["optimizer state"] / 2, abs=16)
+
+
+def test_activations_fall_with_what_the_warning_names() -> None:
+    size = activation_bytes(learner_of("one"))
+    assert (
+        activation_bytes(learner_of("one", model={"remat": "full"}))
+        < size
+        < activation_bytes(learner_of("one", model={"remat": "none"}))
+    )
+    assert activation_bytes(learner_of("one", train={"micro_batch_size_per_device": 2})) < size
+    assert activation_bytes(learner_of("tensor")) < size
+
+
+def test_tokens_are_those_of_the_longest_and_of_half_as_long_rollouts() -> None:
+    learner = learner_of("one")
+    told = estimate(learner.config, learner, engine_of())
+    assert told.most_tokens == 8 * 4 * (24 + 16)
+    assert told.expected_tokens == 8 * (12 + 4 * 8)
+
+
+def test_too_little_memory_is_a_warning_that_names_what_to_lower() -> None:
+    parts = (
+        Part("parameters", 8_000_000_000, ("mesh.fsdp",)),
+        Part("gradients", 1, ()),
+        Part("sampler's cache", 2_000_000, ("sampler.slots",)),
+    )
+    fits, too_small = (Estimate(100, 50, parts, available).lines() for available in (9_000_000_000, 7_000_000_000))
+    assert fits[0] == "tokens per step: 100 at most, 50 if rollouts are half as long"
+    assert fits[1:] == [
+        "memory: parameters 8.00 GB",
+        "memory: gradients 0.01 MB",
+        "memory: sampler's cache 2.00 MB",
+        "memory: total 8.00 GB of 9.00 GB on each device, estimated",
+    ]
+    assert "mesh.fsdp" in too_small[-1]
+    assert "sampler.slots" in too_small[-1]
+    assert Estimate(100, 50, parts, None).lines()[-1] == "memory: total 8.00 GB on each device, estimated"
+
+
+def test_bytes_of_a_device_follow_layout_and_type() -> None:
+    place = jax.sharding.NamedSharding(mesh_of("tensor"), jax.sharding.PartitionSpec("fsdp", "tensor"))
+    shapes = [jax.ShapeDtypeStruct((8, 6), dtype, sharding=place) for dtype in (jnp.float32, jnp.bfloat16, jnp.int4, bool)]
+    assert [bytes_per_device([shape]) for shape in shapes] == [24, 12, 3, 6]
