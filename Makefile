@@ -36,7 +36,7 @@ bench: $(VENV)/.development ## List the benchmarks; BENCH=name runs one, ARGS=".
 ifdef BENCH
 	@$(BIN)/python tools/bench/$(BENCH).py $(ARGS)
 else
-	@for file in $(sort $(filter-out %/common.py,$(wildcard tools/bench/*.py))); do \
+	@for file in $(sort $(filter-out %/sampling.py,$(wildcard tools/bench/*.py))); do \
 	  printf '  make bench BENCH=%-16s %s\n' "$$(basename $$file .py)" "$$(sed -n '1s/^"""\(.*[^"]\)"*$$/\1/p' $$file)"; \
 	done
 endif

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rljax.config import Config
 from rljax.learner.state import with_shardings
-from rljax.learner.step import LOGIT_POSITIONS, Learner
+from rljax.learner.step import Learner, logit_positions
 from rljax.mesh import SAMPLER_RULES, bytes_per_device, data_shards, param_shardings
 from rljax.models.decoder import abstract_params, logical_axes
 from rljax.rollouts.batching import batch_shape
@@ -140,7 +140,7 @@ def activation_bytes(learner: Learner) -> int:
       `Moe`, w (qkv + heads + d + 2 f); with `none` also what norms, rotations, softmax and gates give.
     - one layer at a time: what was not kept, three float32 arrays of all pairs of positions (scores, their softmax, its
       gradient: `attention.attend`), the gradients of the MLP and the residual stream, and weights gathered over `fsdp`.
-    - instead of a layer: logits and their gradient of `LOGIT_POSITIONS` tokens, the output head and its gradient
+    - instead of a layer: logits and their gradient of `logit_positions` tokens, the output head and its gradient
       (`algorithms/logprobs`).
     """
     config, arch, mesh = learner.config, learner.arch, learner.mesh.shape
@@ -159,7 +159,7 @@ def activation_bytes(learner: Learner) -> int:
     again = marked if config.model.remat == "full" else 0
     one_layer = tokens * (again + _FLOAT32 * (3 * pairs + 2 * f + (1 + copies) * d)) + _gathered(learner, w)
     vocab = arch.vocab_size // split
-    head = 2 * _FLOAT32 * min(tokens, LOGIT_POSITIONS) * vocab + (w + _FLOAT32) * vocab * d
+    head = 2 * _FLOAT32 * min(tokens, logit_positions(arch.vocab_size)) * vocab + (w + _FLOAT32) * vocab * d
     return tokens * arch.num_layers * kept + max(one_layer, head)
 
 

@@ -4,7 +4,7 @@ Owns the choice of the rule, AdamW, and the only use of optax. Refuses to own th
 (they arrive summed over the whole optimizer step) and the decision which parameters decay (the model knows which are vectors).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -130,12 +130,17 @@ def _muon(config: OptimizerConfig, axes: Any) -> Any:
     labels = jax.tree.map(
         lambda names: "muon" if is_hidden_matrix(names) else "adamw", axes, is_leaf=lambda node: isinstance(node, tuple)
     )
-    rules = {"muon": optax.GradientTransformation(*muon(axes, config.muon_momentum)), "adamw": _adamw(config, axes)}
+    rules: dict[Hashable, Any] = {"muon": _for_optax(muon(axes, config.muon_momentum)), "adamw": _adamw(config, axes)}
     return optax.partition(rules, labels)
 
 
 def _adafactor(_: OptimizerConfig, axes: Any) -> Any:
-    return optax.GradientTransformation(*adafactor(axes))
+    return _for_optax(adafactor(axes))
+
+
+def _for_optax(rule: Any) -> optax.GradientTransformation:
+    init, update = rule
+    return optax.GradientTransformation(init, update)
 
 
 _RULES: Mapping[str, Callable[[OptimizerConfig, Any], Any]] = {"adamw": _adamw, "adafactor": _adafactor, "muon": _muon}

@@ -51,8 +51,8 @@ from rljax.models.moe import Routing, chosen_sums, router_sums
 from rljax.models.quantized import abstract_base, dequantised, quantised
 from rljax.pytree import Params, pytree
 
-LOGIT_POSITIONS = 512
-"""Positions per device whose logits exist at the same time: times the vocabulary times 4 bytes is their memory."""
+_LOGIT_BYTES = 2**28
+_MOST_LOGIT_POSITIONS = 1024  # more make products no faster
 
 
 @pytree
@@ -263,7 +263,7 @@ def _forward(learner: Learner, params: Params, micro: DeviceBatch, dropout: floa
         temperature=config.sampler.temperature,
         valid_vocab=learner.arch.valid_vocab,
         soft_cap=learner.arch.final_soft_cap,
-        chunk=max(1, LOGIT_POSITIONS // config.train.micro_batch_size_per_device),
+        chunk=max(1, logit_positions(learner.arch.vocab_size) // config.train.micro_batch_size_per_device),
         length=micro.scored,
         entropy_gradient=config.algorithm.entropy_coef > 0,
     )
@@ -338,6 +338,11 @@ def _train_step(
 def _score(learner: Learner, trained: Params | None, batch: DeviceBatch, base: Params | None) -> Float[Array, "m r j"]:
     params = _policy(learner, trained, base)
     return of_scored_tokens(batch, lambda micro: _forward(learner, params, micro)[0])
+
+
+def logit_positions(vocab: int) -> int:
+    """Return for how many positions per device logits exist at the same time, in float32."""
+    return max(1, min(_MOST_LOGIT_POSITIONS, _LOGIT_BYTES // (4 * vocab)))
 
 
 def of_scored_tokens(batch: DeviceBatch, forward: Callable[[DeviceBatch], Float[Array, "r j"]]) -> Float[Array, "m r j"]:

@@ -12,7 +12,7 @@ import pytest
 
 from rljax.config import Config
 from rljax.data.packing import Batch
-from rljax.learner.step import LOGIT_POSITIONS, DeviceBatch, Learner, StepOutput
+from rljax.learner.step import DeviceBatch, Learner, StepOutput, logit_positions
 from rljax.pytree import Params, leaf_names
 from rljax.records import Group
 from rljax.rollouts.batching import batch_shape, prepare
@@ -157,7 +157,8 @@ def abstract_batch(learner: Learner) -> DeviceBatch:
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_no_array_of_rows_positions_and_vocabulary_exists(remat: str) -> None:
-    length, rows = 4 * LOGIT_POSITIONS // 8, 8
+    at_once = logit_positions(ARCH.vocab_size)
+    length, rows = 4 * at_once // 8, 8
     config = config_of(
         model={"remat": remat}, train={"pack_length": length, "rollout_batch_size": 1, "micro_batch_size_per_device": rows}
     )
@@ -169,10 +170,14 @@ def test_no_array_of_rows_positions_and_vocabulary_exists(remat: str) -> None:
         for found in re.findall(r"tensor<([\dx]+)x[a-z]+\d+>", text)
         if ARCH.vocab_size in (shape := tuple(int(size) for size in found.split("x")))
     }
-    most = LOGIT_POSITIONS * ARCH.vocab_size
-    assert (rows, LOGIT_POSITIONS // rows, ARCH.vocab_size) in with_vocabulary
+    most = at_once * ARCH.vocab_size
+    assert (rows, at_once // rows, ARCH.vocab_size) in with_vocabulary
     assert [shape for shape in with_vocabulary if math.prod(shape) > most] == []
     assert rows * length * ARCH.vocab_size > most
+
+
+def test_a_larger_vocabulary_has_logits_of_fewer_positions() -> None:
+    assert [logit_positions(vocab) for vocab in (128, 49_152, 262_144, 10**9)] == [1024, 1024, 256, 1]
 
 
 def test_an_update_reports_what_it_did() -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import CHECKPOINT, endless_engine, make_requests, sample, sampler_params, timed
 from jax.sharding import Mesh
+from sampling import CHECKPOINT, endless_engine, make_requests, sample, sampler_params, timed
 
 from rljax.models.arch import Arch
 from rljax.models.block import INPUTS, KeyValue, layer_kinds, project_outputs_first

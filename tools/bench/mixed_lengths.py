@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from common import CHECKPOINT, endless_engine, make_requests, sample, sampler_params
+from sampling import CHECKPOINT, endless_engine, make_requests, sample, sampler_params
 
 
 def main(argv: Sequence[str] | None = None) -> int:

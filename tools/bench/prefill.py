@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import CHECKPOINT, endless_engine, make_requests, sample, sampler_params, timed
+from sampling import CHECKPOINT, endless_engine, make_requests, sample, sampler_params, timed
 
 
 def main(argv: Sequence[str] | None = None) -> int:

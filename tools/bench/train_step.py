@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import CHECKPOINT, timed
+from sampling import CHECKPOINT, timed
 
 from rljax.convert import read_checkpoint
 from rljax.data.packing import Batch
