@@ -11,7 +11,7 @@ mask and the padding. Refuses to own advantages, weights and devices; it runs on
              target    A A e  B B B e  C  C  e    0 ...           shifted here, once; no one shifts again
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -265,18 +265,56 @@ def _fill_rows(rollouts: Sequence[Rollout], chosen: Sequence[int], shape: PackSh
     families: dict[bytes, list[int]] = {}
     for index in chosen:
         families.setdefault(rollouts[index].tokens[: prompt_length(rollouts[index])].tobytes(), []).append(index)
+    lengths = {index: len(rollouts[index].tokens) for index in chosen}
+    prompts = [(prompt_length(rollouts[family[0]]), family) for family in families.values()]
     bundles: list[tuple[tuple[int, ...], int]] = []
-    for family in families.values():
-        prompt = prompt_length(rollouts[family[0]])
-        rests = [((index,), len(rollouts[index].tokens) - prompt) for index in family]
-        for members in _first_fit(rests, shape.length - prompt):
+    for prompt, family in prompts:
+        for members in _first_fit([((index,), lengths[index] - prompt) for index in family], shape.length - prompt):
             bundle = tuple(index for (index,) in members)
-            bundles.append((bundle, prompt + sum(len(rollouts[index].tokens) - prompt for index in bundle)))
-    rows = _first_fit(bundles, shape.length)
-    if len(rows) > shape.micro_batches * shape.rows:  # bundles may leave gaps that single rollouts do not
-        rows = _first_fit([((index,), len(rollouts[index].tokens)) for index in chosen], shape.length)
+            bundles.append((bundle, prompt + sum(lengths[index] - prompt for index in bundle)))
+    ways = (
+        _first_fit(bundles, shape.length),
+        _spread(prompts, lengths, shape.length),
+        # What is promised to fit: sharing may leave gaps that single rollouts do not.
+        _first_fit([((index,), length) for index, length in lengths.items()], shape.length),
+    )
+    rows = min(ways, key=lambda rows: -(-len(rows) // shape.rows))
     assert len(rows) <= shape.micro_batches * shape.rows, f"{len(rows)} rows do not fit {shape}"
     return rows
+
+
+def _spread(
+    families: Sequence[tuple[int, Sequence[int]]], lengths: Mapping[int, int], length: int
+) -> list[list[tuple[int, ...]]]:
+    """Fill rows with families (length of the prompt, rollouts), largest first, each continued wherever most room is left.
+
+    A family's prompt is repeated in every row that it is in, so a row gets a part of it only when that is more than the prompt.
+    """
+    rows: list[list[tuple[int, ...]]] = []
+    room: list[int] = []
+    for prompt, family in sorted(families, key=lambda pair: (-sum(lengths[index] - pair[0] for index in pair[1]), pair[1])):
+        left = sorted(family, key=lambda index: (-lengths[index], index))
+        while left:
+            row = max(range(len(rows)), key=room.__getitem__, default=-1)
+            part = _taken(left, lengths, prompt, room[row] - prompt) if rows else []
+            if sum(lengths[index] - prompt for index in part) <= prompt and len(part) < len(left):
+                row, part = len(rows), _taken(left, lengths, prompt, length - prompt)
+                rows.append([])
+                room.append(length)
+            rows[row].append(tuple(part))
+            room[row] -= prompt + sum(lengths[index] - prompt for index in part)
+            left = [index for index in left if index not in part]
+    return rows
+
+
+def _taken(members: Sequence[int], lengths: Mapping[int, int], prompt: int, room: int) -> list[int]:
+    """Return those that find room after a shared prompt, each taken if it still fits."""
+    part = []
+    for index in members:
+        if lengths[index] - prompt <= room:
+            part.append(index)
+            room -= lengths[index] - prompt
+    return part
 
 
 def _first_fit(sizes: Sequence[tuple[tuple[int, ...], int]], length: int) -> list[list[tuple[int, ...]]]:

@@ -150,13 +150,33 @@ def test_a_group_too_large_for_a_row_gets_its_prompt_once_per_row():
 
 
 def test_rollouts_stand_alone_where_shared_prompts_would_leave_gaps():
+    # Two of 4 tokens, sharing 2, and two of 8: the latter fill a row and a part of another however they share; alone, one of
+    # each fills a row.
+    group = [rollout([family] * (2 + rest), [P, P] + [M] * rest) for family, rest in enumerate((2, 6)) for _ in range(2)]
+    batch = packed(group, length=12, rows=1)
+    assert (batch.num_micro, batch.padding_fraction) == (2, 0.0)
+    assert not batch.parents.any()
+
+
+def test_a_family_goes_on_in_another_row_where_that_fills_a_gap():
     # With its prompt shared, a family of five fills a row with three and 7 of the 12 places of another with two; no two
-    # such pairs fit together, so three families need six rows. Alone, three of 4 tokens fill a row: five rows, as promised.
+    # such pairs fit together, so whole families need six rows.
     group = [rollout([i // 5, 1, 1, 1], [P, M, M, M], attempt=i) for i in range(15)]
     batch = packed(group, length=12, rows=1)
-    assert batch.num_micro == len(batch.tokens) == 5
+    assert batch.num_micro == 5
     assert batch.mask.sum() == 45
-    assert not batch.parents.any()
+    assert batch.parents.any()
+    assert len(np.unique(batch.rollout[batch.mask])) == 15
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_tail_of_lengths_leaves_little_padding(seed: int):
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.uniform(np.log(8), np.log(513), 256)).astype(int)  # 32 prompts of 46 tokens, 8 answers to each
+    group = [rollout([i // 8] * (46 + n), [P] * 46 + [M] * n) for i, n in enumerate(lengths)]
+    batch = packed(group, length=1536, rows=1)
+    assert batch.mask.sum() == lengths.sum()
+    assert batch.padding_fraction < 0.05
 
 
 def test_packing_is_deterministic_and_dense():
