@@ -120,6 +120,10 @@ def _wide(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
 
 
+def _transformation(rule: Any) -> Any:
+    return optax.GradientTransformation(rule.init, rule.update)
+
+
 def _adamw(config: OptimizerConfig, _: Any) -> Any:
     """Adam (arXiv:1412.6980 algorithm 1); with the weight decay of all rules it is AdamW (arXiv:1711.05101 algorithm 2)."""
     return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
@@ -130,12 +134,12 @@ def _muon(config: OptimizerConfig, axes: Any) -> Any:
     labels = jax.tree.map(
         lambda names: "muon" if is_hidden_matrix(names) else "adamw", axes, is_leaf=lambda node: isinstance(node, tuple)
     )
-    rules = {"muon": optax.GradientTransformation(*muon(axes, config.muon_momentum)), "adamw": _adamw(config, axes)}
+    rules = {"muon": _transformation(muon(axes, config.muon_momentum)), "adamw": _adamw(config, axes)}
     return optax.partition(rules, labels)
 
 
 def _adafactor(_: OptimizerConfig, axes: Any) -> Any:
-    return optax.GradientTransformation(*adafactor(axes))
+    return _transformation(adafactor(axes))
 
 
 _RULES: Mapping[str, Callable[[OptimizerConfig, Any], Any]] = {"adamw": _adamw, "adafactor": _adafactor, "muon": _muon}
