@@ -40,6 +40,7 @@ def found(arch: Arch, mesh: str, remat: str, **sampler: Any) -> tuple[int, int]:
     with jax.set_mesh(devices):
         batch = learner.put(batch_of(learner, some_groups()))
         real = learner._step.lower(learner.abstract_state, batch, None, None, None).compile().memory_analysis()
+    assert real is not None, "XLA:CPU knows"
     parts = {part.name: part.size for part in estimate(config, learner, engine_of()).parts}
     names = ("parameters", "optimizer state", "gradients", "activations of a micro-batch")
     return sum(parts[name] for name in names), real.argument_size_in_bytes + real.temp_size_in_bytes
