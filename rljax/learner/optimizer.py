@@ -4,7 +4,7 @@ Owns the choice of the rule, AdamW, and the only use of optax. Refuses to own th
 (they arrive summed over the whole optimizer step) and the decision which parameters decay (the model knows which are vectors).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -134,7 +134,7 @@ def _muon(config: OptimizerConfig, axes: Any) -> Any:
     labels = jax.tree.map(
         lambda names: "muon" if is_hidden_matrix(names) else "adamw", axes, is_leaf=lambda node: isinstance(node, tuple)
     )
-    rules = {"muon": _transformation(muon(axes, config.muon_momentum)), "adamw": _adamw(config, axes)}
+    rules: dict[Hashable, Any] = {"muon": _transformation(muon(axes, config.muon_momentum)), "adamw": _adamw(config, axes)}
     return optax.partition(rules, labels)
 
 
