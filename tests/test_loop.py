@@ -51,10 +51,11 @@ def test_a_run_says_how_it_went(trained: tuple[TrainResult, list[str]]) -> None:
     result, said = trained
     assert (result.step, result.trained, result.stopped) == (2, 2, False)
     assert result.metrics["progress/prompt_position"] == 8
-    assert said[-2:] == [
-        "train: all 4 tasks fit max_prompt_length = 48 (longest: 16 tokens)",
-        f"start: {tiny_checkpoint()}",
-    ]
+    plan = "train: all 4 tasks fit max_prompt_length = 48 (longest: 16 tokens)"
+    estimate = said[said.index(plan) + 1 : -1]
+    assert estimate[0].startswith("tokens per step: ")
+    assert estimate[-1].startswith("memory: total ")
+    assert said[-1] == f"start: {tiny_checkpoint()}"
 
 
 def test_a_run_leaves_everything_behind(trained: tuple[TrainResult, list[str]]) -> None:

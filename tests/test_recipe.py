@@ -416,6 +416,7 @@ def test_every_option_arrives_where_it_was_set(tmp_path: Path) -> None:
     companions |= {f"lora.{name}": "lora.rank=4" for name in lora}
     companions["sampler.lora"] = "lora.rank=4"
     companions |= dict.fromkeys(("eval.top_k", "eval.top_p", "eval.min_p"), "eval.temperature=0.5")
+    companions["optimizer.muon_momentum"] = 'optimizer.rule="muon"'
     companions["algorithm.proximal"] = 'algorithm.rollout_is="none"'
     companions["algorithm.reward_weights"] = 'algorithm.advantage="gdpo"'
     of_critic = ("gamma", "gae_lambda", "whiten_advantages", "cliprange_value", "critic_warmup_steps")
