@@ -266,15 +266,18 @@ def _fill_rows(rollouts: Sequence[Rollout], chosen: Sequence[int], shape: PackSh
     for index in chosen:
         families.setdefault(rollouts[index].tokens[: prompt_length(rollouts[index])].tobytes(), []).append(index)
     lengths = {index: len(rollouts[index].tokens) for index in chosen}
-    prompts = [(prompt_length(rollouts[family[0]]), family) for family in families.values()]
     bundles: list[tuple[tuple[int, ...], int]] = []
-    for prompt, family in prompts:
-        for members in _first_fit([((index,), lengths[index] - prompt) for index in family], shape.length - prompt):
+    rests: list[tuple[int, dict[int, int]]] = []
+    for family in families.values():
+        prompt = prompt_length(rollouts[family[0]])
+        rest = {index: lengths[index] - prompt for index in family}
+        rests.append((prompt, rest))
+        for members in _first_fit([((index,), size) for index, size in rest.items()], shape.length - prompt):
             bundle = tuple(index for (index,) in members)
-            bundles.append((bundle, prompt + sum(lengths[index] - prompt for index in bundle)))
+            bundles.append((bundle, prompt + sum(rest[index] for index in bundle)))
     ways = (
         _first_fit(bundles, shape.length),
-        _spread(prompts, lengths, shape.length),
+        _spread(rests, shape.length),
         # What is promised to fit: sharing may leave gaps that single rollouts do not.
         _first_fit([((index,), length) for index, length in lengths.items()], shape.length),
     )
@@ -283,38 +286,36 @@ def _fill_rows(rollouts: Sequence[Rollout], chosen: Sequence[int], shape: PackSh
     return rows
 
 
-def _spread(
-    families: Sequence[tuple[int, Sequence[int]]], lengths: Mapping[int, int], length: int
-) -> list[list[tuple[int, ...]]]:
-    """Fill rows with families (length of the prompt, rollouts), largest first, each continued wherever most room is left.
+def _spread(families: Sequence[tuple[int, Mapping[int, int]]], length: int) -> list[list[tuple[int, ...]]]:
+    """Fill rows with families, largest first, each continued wherever most room is left.
 
-    A family's prompt is repeated in every row that it is in, so a row gets a part of it only when that is more than the prompt.
+    A family is the length of its prompt, and of what each of its rollouts has after it. The prompt is repeated in every row
+    that the family is in, so a row gets a part of it only when that is more than the prompt.
     """
     rows: list[list[tuple[int, ...]]] = []
     room: list[int] = []
-    for prompt, family in sorted(families, key=lambda pair: (-sum(lengths[index] - pair[0] for index in pair[1]), pair[1])):
-        left = sorted(family, key=lambda index: (-lengths[index], index))
+    for prompt, rests in sorted(families, key=lambda family: (-sum(family[1].values()), list(family[1]))):
+        left = dict(sorted(rests.items(), key=lambda item: (-item[1], item[0])))
         while left:
             row = max(range(len(rows)), key=room.__getitem__, default=-1)
-            part = _taken(left, lengths, prompt, room[row] - prompt) if rows else []
-            if sum(lengths[index] - prompt for index in part) <= prompt and len(part) < len(left):
-                row, part = len(rows), _taken(left, lengths, prompt, length - prompt)
+            part = _taken(left, room[row] - prompt) if rows else ()
+            if sum(left[index] for index in part) <= prompt and len(part) < len(left):
+                row, part = len(rows), _taken(left, length - prompt)
                 rows.append([])
                 room.append(length)
-            rows[row].append(tuple(part))
-            room[row] -= prompt + sum(lengths[index] - prompt for index in part)
-            left = [index for index in left if index not in part]
+            rows[row].append(part)
+            room[row] -= prompt + sum(left.pop(index) for index in part)
     return rows
 
 
-def _taken(members: Sequence[int], lengths: Mapping[int, int], prompt: int, room: int) -> list[int]:
-    """Return those that find room after a shared prompt, each taken if it still fits."""
+def _taken(sizes: Mapping[int, int], room: int) -> tuple[int, ...]:
+    """Return the items that find room, each taken in turn if it still fits."""
     part = []
-    for index in members:
-        if lengths[index] - prompt <= room:
-            part.append(index)
-            room -= lengths[index] - prompt
-    return part
+    for item, size in sizes.items():
+        if size <= room:
+            part.append(item)
+            room -= size
+    return tuple(part)
 
 
 def _first_fit(sizes: Sequence[tuple[tuple[int, ...], int]], length: int) -> list[list[tuple[int, ...]]]:
