@@ -44,7 +44,7 @@ from rljax.records import Group, RunMeta
 from rljax.rollouts.batching import Prepared, batch_shape, needs_logprobs, prepare, revise
 from rljax.rollouts.collector import Job, Stopped
 from rljax.rollouts.refill import Collected, NothingToLearn, fill_batch
-from rljax.rollouts.sampling import train_params
+from rljax.rollouts.sampling import params_in_use, train_params
 from rljax.rollouts.stack import Stack, build_engine, open_stack
 from rljax.rollouts.statistics import critic_metrics, rollout_metrics, update_metrics
 from rljax.rollouts.tasks import fitting_tasks
@@ -203,7 +203,7 @@ class _Run:
         self._publish()
         if self.config.sampler.warm_up:
             with self.clock.bucket("sampling"):
-                self.stack.engine.warm_up()
+                self.stack.engine.warm_up(params_in_use(self.config))
         self._evaluate()
         while self.meta.step < self.config.train.steps and not self.stop():
             self._one_batch()

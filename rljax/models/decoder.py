@@ -8,7 +8,7 @@ periods, so that a kind is known at compile time and compile time still does not
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -171,11 +171,18 @@ class Decoder(nnx.Module):
         record: bool,
     ) -> tuple[Float[Array, "b s d"], tuple[Any, ...], Routing | None]:
         assert not isinstance(self.layers, Block), "a cache is for the separate layout"
+
+        # Traced once per kind of layer rather than once per layer; XLA puts the layers back into one program.
+        @partial(jax.jit, static_argnums=(0, 1))
+        def block(definition: Any, kind: LayerKind, weights: Any, hidden: Array, *rest: Any) -> Any:
+            return nnx.merge(definition, weights)(hidden, kind, tables, *rest, dtype)
+
         seen, routings, index = [], [], 0
         for number, (layer, kind, held) in enumerate(zip(self.layers, layer_kinds(self.arch), caches, strict=True)):
             replayed = choices[index] if kind.experts and choices is not None else None
             factors = self.factors.get(number, {})
-            hidden, layer_seen, routing = layer(hidden, kind, tables, held, replayed, factors, dtype)
+            definition, weights = nnx.split(layer)
+            hidden, layer_seen, routing = block(definition, kind, weights, hidden, held, replayed, factors)
             seen.append(layer_seen)
             if routing is not None:
                 index += 1

@@ -24,3 +24,8 @@ def eval_params(config: Config) -> SamplingParams:
         min_p=asked.min_p,
         stop=sampler.stop,
     )
+
+
+def params_in_use(config: Config) -> tuple[SamplingParams, ...]:
+    """Return how a training run samples, in all that it does."""
+    return (train_params(config), eval_params(config)) if config.eval.every else (train_params(config),)

@@ -13,7 +13,9 @@ it was admitted. Every draw is keyed by `draw_key(seed, purpose, task id, attemp
 
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -135,25 +137,34 @@ class Engine:
         self._schedule.new_weights({slot: int(counts[slot]) for slot in decoding}, version)
         self._params, self._version = params, version
 
-    def warm_up(self) -> int:
-        """Compile every program that any lengths will ask for, by running each with nothing to do; return how many there are.
+    def warm_up(self, requests: Iterable[SamplingParams] = ()) -> int:
+        """Compile every program that any lengths will ask for, several at a time; return how many there are.
 
-        Without it each is compiled when it is first met, as are those for requests that change the distribution.
+        Without it each is compiled when it is first met. `requests` are what will be asked of the draw: where some of them
+        change the distribution or the end tokens, decode steps are compiled for those, too.
         """
         assert self._params is not None, "set_weights comes before a warm-up"
-        assert not self.pending, "a warm-up would take the steps of those that run"
-        shapes, nobody, params = self._shapes, [()] * self.shards, self._params
-        prompts = [(self._fill, Prompts, width, blocks_for(width)) for width in shapes.prompts]
-        pieces = [(self._extend, Pieces, *sizes) for sizes in itertools.product(shapes.pieces, shapes.seen)]
-        steps = list(shapes.decode())
-        with jax.set_mesh(self.mesh):
-            for program, kind, width, blocks in (*prompts, *pieces):
-                self._state, _ = program(params, self._state, self._pieces(kind, nobody, width, blocks))
-            self._state = Slots(self._state.cache, self._start(self._state.progress, self._starts((), ())))
-            for covered, columns in steps:
-                tables = jax.device_put(self._empty_tables(covered, columns), self._row_sharding)
-                self._state = self._decode(params, self._state, tables, self._stop_ids, None)
-        return len(prompts) + len(pieces) + 1 + len(steps)
+        for asked in filter(has_rules, requests):
+            self._keep_rules({0: asked})  # each with the room of those before it
+        # Most of a compilation is passes that run on one core.
+        with jax.set_mesh(self.mesh), ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiling = [pool.submit(program.lower(*inputs).compile) for program, inputs in self._programs()]
+        for compiled in compiling:
+            compiled.result()  # or its error
+        return len(compiling)
+
+    def _programs(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Yield the programs with inputs of every shape there is: longest compilations first."""
+        shapes, nobody, state = self._shapes, [()] * self.shards, self._state
+        rules = (None,) if self._rules is None else (None, self._rules[1])
+        for (covered, columns), asked in itertools.product(shapes.decode(), rules):
+            tables = jax.device_put(self._empty_tables(covered, columns), self._row_sharding)
+            yield self._decode, (self._params, state, tables, self._stop_ids, asked)
+        for seen in itertools.product(shapes.pieces, shapes.seen):
+            yield self._extend, (self._params, state, self._pieces(Pieces, nobody, *seen))
+        for width in shapes.prompts:
+            yield self._fill, (self._params, state, self._pieces(Prompts, nobody, width, blocks_for(width)))
+        yield self._start, (state.progress, self._starts((), ()))
 
     @property
     def pending(self) -> int:
@@ -384,10 +395,14 @@ class Engine:
         if not asked:
             return None
         if self._rules is None or asked != self._rules[0]:
-            before = None if self._rules is None else self._rules[1]
-            rules = build_rules(asked, self.slots, self.arch.vocab_size, before)
-            self._rules = asked, jax.device_put(rules, self._row_sharding)
+            return self._keep_rules(asked)
         return self._rules[1]
+
+    def _keep_rules(self, asked: dict[int, SamplingParams]) -> Rules:
+        before = None if self._rules is None else self._rules[1]
+        rules = jax.device_put(build_rules(asked, self.slots, self.arch.vocab_size, before), self._row_sharding)
+        self._rules = asked, rules
+        return rules
 
     def _starts(self, started: Collection[int], halted: Collection[int]) -> Starts:
         """Build the arrays that start rollouts in some slots and stop what is decoded in others."""

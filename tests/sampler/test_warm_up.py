@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from rljax.records import SamplingParams
 from rljax.sampler.shapes import ladder, least, shapes_of
 from tests.tiny_model import ARCH, engine_of, request
 
@@ -59,6 +60,23 @@ def test_after_the_warm_up_nothing_compiles() -> None:
                         continue
                 engine.release(key)
     assert engine.take_metrics()["cache/reused_fraction"] > 0.3
+    assert found == []
+
+
+def test_requests_with_rules_are_warmed_up_too() -> None:
+    options: dict[str, Any] = {"slots": 4, "max_prompt_length": 8, "max_completion_length": 8, "logprobs": 2}
+    plain, asked = SamplingParams(8), (SamplingParams(8, top_k=5, top_p=0.9), SamplingParams(8, stop_token_ids=(3, 4, 5)))
+    without = engine_of(**options).warm_up((plain,))
+    engine = engine_of(**options)
+    shapes = len(list(engine._shapes.decode()))
+    assert engine.warm_up((plain, *asked)) == without + shapes
+    with compilations() as found:
+        for index, sampling in enumerate(({}, {"top_k": 5}, {"stop_token_ids": (3, 4, 5)}, {"min_p": 0.1}, {})):
+            tokens = list(range(8, 8 + 1 + index))
+            engine.submit([request((f"t{index}", attempt), tokens, 8, **sampling) for attempt in range(2)])
+            while engine.pending:
+                engine.step()
+                engine.poll()
     assert found == []
 
 
