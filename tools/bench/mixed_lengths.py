@@ -34,9 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lengths = np.exp(rng.uniform(np.log(args.shortest), np.log(args.longest + 1), args.requests)).astype(int)
     requests = make_requests(arch.vocab_size, args.prompt, lengths.tolist(), args.group)
     batches = [requests[first : first + args.slots] for first in range(0, len(requests), args.slots)]
-    for batch in batches:  # compiles every shape that either way needs
-        sample(engine, batch)
-    sample(engine, requests)
+    engine.warm_up()
     for way, portions in (("refilled", [requests]), ("static batches", batches)):
         start, steps = time.perf_counter(), 0
         for portion in portions:
