@@ -10,6 +10,7 @@ device of the `expert` and `tensor` axes; each device adds up what its experts, 
     tokens of a data shard ──> sort by expert ──> gate and up ──> activation ──> down ──> back in order ──> sum over devices
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from rljax.mesh import DATA_AXES
+from rljax.mesh import row_axes
 from rljax.models.arch import Arch
 from rljax.models.gates import gated
 from rljax.models.parameters import constant, weight
@@ -150,8 +151,9 @@ def _on_mesh(arch: Arch, x: Array, shares: Array, choices: Array, weights: _Weig
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return _experts(arch, None, x, shares, choices, weights)
+    axes = row_axes()
     rows = PartitionSpec(
-        DATA_AXES if x.shape[0] % (mesh.shape["replica"] * mesh.shape["fsdp"]) == 0 else None,
+        axes if x.shape[0] % math.prod(mesh.shape[axis] for axis in axes) == 0 else None,
         "context" if x.shape[1] % mesh.shape["context"] == 0 else None,
     )
     specs: list[Any] = [
