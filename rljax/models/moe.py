@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_batching import sequential_vmap
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -209,6 +210,8 @@ def grouped_matmul(x: Float[Array, "n d"], w: Float[Array, "x d f"], sizes: Int[
     return _grouped(x, w, sizes)
 
 
+# JAX has no rule for a grouped product along another dim, and needs none: `mesh.by_replica` leaves one replica per device.
+@sequential_vmap
 def _grouped(x: Array, w: Array, sizes: Array) -> Array:
     return jax.lax.ragged_dot(x, w.astype(x.dtype), sizes, preferred_element_type=jnp.float32).astype(x.dtype)
 
@@ -222,6 +225,7 @@ def _grouped_backward(residuals: tuple[Array, Array, Array], g: Array) -> tuple[
     return _grouped(g, jnp.swapaxes(w, 1, 2), sizes), _outer_sums(x, g, sizes).astype(w.dtype), None
 
 
+@sequential_vmap
 def _outer_sums(x: Array, g: Array, sizes: Array) -> Float[Array, "x d f"]:
     """Sum the outer products of each group's rows."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
