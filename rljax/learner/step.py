@@ -47,7 +47,7 @@ from rljax.models.arch import Arch
 from rljax.models.block import INPUTS
 from rljax.models.decoder import Decoder, Forward, decaying, logical_axes, merge
 from rljax.models.lora import adapter_axes, attach, dropout_key, init_adapter, merged, spec_of
-from rljax.models.moe import Routing, RouterSums, chosen_sums, router_sums
+from rljax.models.moe import RouterSums, Routing, chosen_sums, router_sums
 from rljax.models.quantized import abstract_base, dequantised, quantised
 from rljax.pytree import Params, pytree
 

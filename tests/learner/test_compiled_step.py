@@ -111,7 +111,7 @@ def lowered_critic(learner: Learner) -> Any:
 
 
 def assert_reduced_once(program: Any, params: Any, replica: int) -> None:
-    """Check that what is as large as a gradient is summed over replicas (of so many devices) once, after the last micro-batch."""
+    """Check that gradients are summed over replicas (of so many devices) once, after the last micro-batch."""
     parts = Counter(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params))
     in_loops, once = (
         [one for one in found if one.crosses(replica) and max(one.sizes) >= min(parts)]
