@@ -1,14 +1,14 @@
 """The device mesh and how arrays lie on it.
 
-Owns the five mesh axes, the two rule sets that map logical axes of parameters to mesh axes, and the shardings that
-follow. Refuses to know any model: it works on trees of shapes and axis names.
+Owns the five mesh axes, the two rule sets that map logical axes of parameters to mesh axes, the shardings that follow, and
+how replicas work apart on their own rows. Refuses to know any model: it works on trees of shapes and axis names.
 
     learner: parameters split over `fsdp` (their embed dim), `tensor` and `expert`; rows of a batch over `replica` and `fsdp`
     sampler: parameters split over `tensor` and `expert`, whole on every data shard; slots over `replica` and `fsdp`
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,9 @@ from rljax.config import MeshConfig
 AXES = ("replica", "fsdp", "context", "expert", "tensor")
 DATA_AXES = ("replica", "fsdp")
 """Mesh axes that split rows of a batch and slots of the sampler."""
+
+_APART = "replicas apart"
+"""Name of the dim of replicas inside of `by_replica`."""
 
 Rules = Mapping[str, str | None]
 
@@ -86,8 +89,49 @@ def bytes_per_device(tree: Any) -> int:
     return sum(map(size, jax.tree.leaves(tree))) // 8
 
 
+def row_axes() -> tuple[str, ...]:
+    """Return the mesh axes that split rows here: `DATA_AXES`, or what is left of them inside of `by_replica`."""
+    try:
+        jax.lax.axis_size(_APART)
+    except NameError:  # how JAX says that there is no such dim around
+        return DATA_AXES
+    return DATA_AXES[1:]
+
+
 def constrain(x: Array, *spec: Any) -> Array:
     """Pin the layout of an intermediate array when a mesh is in use; without one, return it as it is."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def by_replica(loop: Callable[[Any, Any], tuple[Any, Any, Any]], whole: Any, rows: Any) -> tuple[Any, Any, Any]:
+    """Run a loop over micro-batches for the rows of each replica, and combine what the replicas found once, after it.
+
+    Left to itself, XLA reduces gradients over the replicas in every micro-batch, since it keeps no sum that differs between
+    devices. Here the sums have a leading dim of replicas, which lies on the axis of that name: each device holds its own
+    part, which takes no more memory than the sum over all would. Without several replicas, it is the loop itself.
+
+    Args:
+        loop: From (whole, rows) to sums, maxima, and arrays [m, r, ...] of each row; called for one replica's rows.
+        whole: What all replicas share.
+        rows: What they split: arrays [m, r, ...], rows along their second dim; those with fewer dims are shared.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    replicas = 1 if mesh.empty else mesh.shape["replica"]
+    if replicas == 1:
+        return loop(whole, rows)
+
+    def apart(leaf: Array) -> Array:
+        split = leaf.reshape(leaf.shape[0], replicas, -1, *leaf.shape[2:])
+        return constrain(split, None, *DATA_AXES)
+
+    split = jax.tree.map(lambda leaf: apart(leaf) if leaf.ndim > 1 else leaf, rows)
+    axes = jax.tree.map(lambda leaf: 1 if leaf.ndim > 1 else None, rows)
+    run = jax.vmap(loop, in_axes=(None, axes), out_axes=(0, 0, 1), axis_name=_APART, spmd_axis_name="replica")
+    sums, largest, per_row = run(whole, split)
+    return (
+        jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums),
+        jax.tree.map(lambda leaf: jnp.max(leaf, axis=0), largest),
+        jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:]), per_row),
+    )

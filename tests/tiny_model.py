@@ -56,7 +56,8 @@ MESHES: Mapping[str, Mapping[str, int]] = {
     "one": {"fsdp": 1},
     "fsdp": {"fsdp": 8},
     "tensor": {"fsdp": 4, "tensor": 2},
-    "replica": {"replica": 2, "fsdp": 4},
+    "replica": {"replica": 8, "fsdp": 1},
+    "mixed": {"replica": 4, "fsdp": 2},
     "context": {"fsdp": 2, "context": 2, "tensor": 2},
 }
 

@@ -27,7 +27,11 @@ ARCH = dataclasses.replace(
     qk_norm="head",
     experts=Experts(count=6, per_token=2, ffn_dim=16, normalize=True),
 )
-MESHES = {"one": {"fsdp": 1}, "expert": {"fsdp": 2, "expert": 2, "tensor": 2}}
+MESHES = {
+    "one": {"fsdp": 1},
+    "expert": {"fsdp": 2, "expert": 2, "tensor": 2},
+    "replica": {"replica": 2, "fsdp": 2, "expert": 2},
+}
 
 
 @cache

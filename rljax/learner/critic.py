@@ -20,8 +20,16 @@ from jaxtyping import Array, Float
 
 from rljax.algorithms.value import VALUE_METRICS, ValueMetrics, value_loss
 from rljax.learner.state import CriticState, critic_arch, critic_optimizer
-from rljax.learner.step import DeviceBatch, Learner, micro_batch, of_scored_tokens, scored_hidden
-from rljax.mesh import DATA_AXES, sharding
+from rljax.learner.step import (
+    DeviceBatch,
+    Learner,
+    micro_batch,
+    no_gradients,
+    of_scored_tokens,
+    scored_hidden,
+    sum_of_gradients,
+)
+from rljax.mesh import DATA_AXES, by_replica, sharding
 from rljax.models.decoder import merge
 from rljax.pytree import Params, pytree
 
@@ -88,20 +96,22 @@ def _critic_step(
     weight = 1.0 / jnp.maximum(jnp.sum(batch.mask.astype(jnp.float32)), 1.0)  # one denominator for all micro-batches
     cliprange = critic.learner.config.algorithm.cliprange_value
 
-    def loss(params: Params, micro: DeviceBatch, old: Array, target: Array) -> tuple[Array, ValueMetrics]:
+    layout = critic.learner.abstract_state.critic
+    assert layout is not None, "checked when the critic was made"
+
+    def loss(params: Params, weight: Array, micro: DeviceBatch, old: Array, target: Array) -> tuple[Array, ValueMetrics]:
         return value_loss(_forward(critic, params, micro), old, target, weight, micro.mask, cliprange)
 
-    def body(index: Array, carry: tuple[Any, ValueMetrics]) -> tuple[Any, ValueMetrics]:
-        grads, metrics = carry
-        known = jax.tree.map(lambda leaf: micro_batch(leaf, index), (batch, values, returns))
-        (_, found), fresh = jax.value_and_grad(loss, has_aux=True)(state.params, *known)
-        return jax.tree.map(jnp.add, grads, fresh), jax.tree.map(jnp.add, metrics, found)
+    def accumulated(shared: tuple[Params, Array], rows: tuple[DeviceBatch, Array, Array]) -> tuple[Any, Any, Any]:
+        def body(index: Array, carry: tuple[Any, ValueMetrics]) -> tuple[Any, ValueMetrics]:
+            grads, metrics = carry
+            known = jax.tree.map(lambda leaf: micro_batch(leaf, index), rows)
+            (_, found), fresh = jax.value_and_grad(loss, has_aux=True)(*shared, *known)
+            return sum_of_gradients(grads, fresh, layout.params), jax.tree.map(jnp.add, metrics, found)
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.params)
-    start = (
-        jax.lax.with_sharding_constraint(zeros, critic._layout.params),
-        {name: jnp.zeros((), jnp.float32) for name in VALUE_METRICS},
-    )
-    grads, metrics = jax.lax.fori_loop(0, batch.num_micro, body, start)
+        start = no_gradients(layout.params), {name: jnp.zeros((), jnp.float32) for name in VALUE_METRICS}
+        return jax.lax.fori_loop(0, batch.num_micro, body, start), (), ()
+
+    (grads, metrics), _, _ = by_replica(accumulated, (state.params, weight), (batch, values, returns))
     update = critic.optimizer.update(grads, state.optimizer, state.params)
     return CriticState(update.params, update.state), CriticOutput(metrics, update.grad_norm)

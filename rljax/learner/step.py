@@ -18,7 +18,7 @@ An array of [rows, positions, vocabulary] never exists: log-probabilities are ma
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.algorithms.kl import next_beta
 from rljax.algorithms.logprobs import token_logprobs
-from rljax.algorithms.losses import Metrics, ScoredTokens, combine_metrics, empty_metrics, policy_loss
+from rljax.algorithms.losses import MAXIMA, Metrics, ScoredTokens, combine_metrics, empty_metrics, policy_loss
 from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.learner.optimizer import Optimizer
@@ -42,12 +42,12 @@ from rljax.learner.state import (
     learner_params,
     next_reference,
 )
-from rljax.mesh import DATA_AXES, constrain, sharding
+from rljax.mesh import DATA_AXES, by_replica, constrain, row_axes, sharding
 from rljax.models.arch import Arch
 from rljax.models.block import INPUTS
 from rljax.models.decoder import Decoder, Forward, decaying, logical_axes, merge
 from rljax.models.lora import adapter_axes, attach, dropout_key, init_adapter, merged, spec_of
-from rljax.models.moe import Routing, chosen_sums, router_sums
+from rljax.models.moe import RouterSums, Routing, chosen_sums, router_sums
 from rljax.models.quantized import abstract_base, dequantised, quantised
 from rljax.pytree import Params, pytree
 
@@ -245,7 +245,7 @@ def scored_hidden(
 ) -> tuple[Float[Array, "r j d"], Routing | None]:
     """Return the final hidden state before each scored token of one micro-batch is drawn, and the routing of all tokens."""
     hidden, _, routing = _decode(decoder, micro, config, dropout)
-    return constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), DATA_AXES), routing
+    return constrain(jnp.take_along_axis(hidden, micro.score_index[..., None], axis=1), row_axes()), routing
 
 
 def _forward(learner: Learner, params: Params, micro: DeviceBatch, dropout: float = 0.0) -> tuple[Array, Array, Routing | None]:
@@ -289,6 +289,18 @@ def _chosen(learner: Learner, params: Params, batch: DeviceBatch) -> Float[Array
     return jax.lax.fori_loop(0, batch.num_micro, body, none.chosen)
 
 
+class _Shared(NamedTuple):
+    """What all micro-batches of a step share."""
+
+    params: Params
+    base: Params | None
+    beta: Array | None
+    updates: Array
+    """Updates before this one."""
+    tokens: Array
+    chosen: Array | None
+
+
 def _train_step(
     learner: Learner,
     state: TrainState,
@@ -297,42 +309,66 @@ def _train_step(
     logp_ref: Array | None,
     base: Params | None = None,
 ) -> tuple[TrainState, StepOutput]:
-    algorithm, dropout, seed = learner.config.algorithm, learner.config.lora.dropout, learner.config.run.seed
+    algorithm, beta = learner.config.algorithm, state.beta
     tokens, chosen = count_tokens(batch.segments, batch.parents), _chosen(learner, _policy(learner, state.params, base), batch)
-
-    def loss(params: Params, index: Array, micro: DeviceBatch, prox: Array | None, ref: Array | None) -> tuple[Array, Any]:
-        key = dropout_key(seed, state.optimizer.updates, index) if dropout else None
-        logp, entropy, routing = _forward(learner, _policy(learner, params, base, key), micro, dropout)
-        current = jax.lax.stop_gradient(logp)
-        prox = current if prox is None else prox
-        known = (micro.mask, micro.advantage, micro.weight, micro.logp_behavior, prox, micro.rollout, ref)
-        value, metrics = policy_loss(logp, entropy, ScoredTokens(*known), algorithm, state.beta)
-        if routing is None:
-            return value, (metrics, current, None)
-        sums = router_sums(routing, token_copies(micro.segments, micro.parents))
-        value = value + router_loss(sums, tokens, chosen, algorithm)
-        return value, jax.lax.stop_gradient((metrics | {"loss": value}, current, sums))
-
-    def body(index: Array, carry: tuple[Any, Any, Array]) -> tuple[Any, Any, Array]:
-        grads, (metrics, router), logps = carry
-        micro, prox, ref = jax.tree.map(lambda leaf: micro_batch(leaf, index), (batch, logp_prox, logp_ref))
-        (_, (found, logp, sums)), fresh = jax.value_and_grad(loss, has_aux=True)(state.params, index, micro, prox, ref)
-        logps = jax.lax.dynamic_update_index_in_dim(logps, logp, index, 0)
-        added = combine_metrics(metrics, found), jax.tree.map(jnp.add, router, sums)
-        return jax.tree.map(jnp.add, grads, fresh), added, logps
-
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.params)
-    nothing = empty_metrics(), no_sums(learner.arch)
-    start = (jax.lax.with_sharding_constraint(zeros, learner._layout.params), nothing, jnp.zeros(batch.mask.shape))
-    grads, (metrics, router), logps = jax.lax.fori_loop(0, batch.num_micro, body, start)
+    shared = _Shared(state.params, base, beta, state.optimizer.updates, tokens, chosen)
+    loop, rows = partial(_accumulated, learner), (batch, logp_prox, logp_ref)
+    # What dropout draws is for the rows of all replicas in one array, so that it does not depend on how they are split.
+    found = loop(shared, rows) if learner.config.lora.dropout else by_replica(loop, shared, rows)
+    (grads, added, router), largest, logps = found
+    metrics = added | largest
     update = learner.optimizer.update(grads, state.optimizer, state.params)
     output = StepOutput(metrics, logps, update.grad_norm, update.learning_rate, router_metrics(router, tokens))
     reference = next_reference(state.reference, update.params, update.state.updates, algorithm)
-    beta = state.beta
     if beta is not None and algorithm.kl_target is not None:
         measured = metrics["kl_ref"] / metrics["tokens"]
         beta = jnp.where(metrics["tokens"] > 0, next_beta(beta, measured, algorithm.kl_target, algorithm.kl_gain), beta)
     return TrainState(update.params, update.state, reference, beta, state.critic), output
+
+
+def _accumulated(
+    learner: Learner, shared: _Shared, rows: tuple[DeviceBatch, Array | None, Array | None]
+) -> tuple[tuple[Params, Metrics, RouterSums | None], Metrics, Float[Array, "m r j"]]:
+    """Return what all micro-batches add up to (gradients, metrics, the routers' sums), the maxima among metrics, and logps."""
+    algorithm, dropout, seed = learner.config.algorithm, learner.config.lora.dropout, learner.config.run.seed
+    batch = rows[0]
+
+    def loss(params: Params, index: Array, micro: DeviceBatch, prox: Array | None, ref: Array | None) -> tuple[Array, Any]:
+        key = dropout_key(seed, shared.updates, index) if dropout else None
+        logp, entropy, routing = _forward(learner, _policy(learner, params, shared.base, key), micro, dropout)
+        current = jax.lax.stop_gradient(logp)
+        prox = current if prox is None else prox
+        known = (micro.mask, micro.advantage, micro.weight, micro.logp_behavior, prox, micro.rollout, ref)
+        value, metrics = policy_loss(logp, entropy, ScoredTokens(*known), algorithm, shared.beta)
+        if routing is None:
+            return value, (metrics, current, None)
+        sums = router_sums(routing, token_copies(micro.segments, micro.parents))
+        value = value + router_loss(sums, shared.tokens, shared.chosen, algorithm)
+        return value, jax.lax.stop_gradient((metrics | {"loss": value}, current, sums))
+
+    def body(index: Array, carry: tuple[Any, Any, Array]) -> tuple[Any, Any, Array]:
+        grads, (metrics, router), logps = carry
+        micro, prox, ref = jax.tree.map(lambda leaf: micro_batch(leaf, index), rows)
+        (_, (found, logp, sums)), fresh = jax.value_and_grad(loss, has_aux=True)(shared.params, index, micro, prox, ref)
+        logps = jax.lax.dynamic_update_index_in_dim(logps, logp, index, 0)
+        added = combine_metrics(metrics, found), jax.tree.map(jnp.add, router, sums)
+        return sum_of_gradients(grads, fresh, learner.abstract_state.params), added, logps
+
+    nothing = empty_metrics(), no_sums(learner.arch)
+    start = (no_gradients(learner.abstract_state.params), nothing, jnp.zeros(batch.mask.shape))
+    grads, (metrics, router), logps = jax.lax.fori_loop(0, batch.num_micro, body, start)
+    largest = {name: metrics.pop(name) for name in MAXIMA}
+    return (grads, metrics, router), largest, logps
+
+
+def no_gradients(layout: Params) -> Params:
+    """Return the sum of gradients before the first micro-batch: float32 zeros that lie like the parameters."""
+    return jax.tree.map(lambda leaf: constrain(jnp.zeros(leaf.shape, jnp.float32), *leaf.sharding.spec), layout)
+
+
+def sum_of_gradients(grads: Params, fresh: Params, layout: Params) -> Params:
+    """Return the sum with another micro-batch, which lies like the parameters."""
+    return jax.tree.map(lambda old, new, leaf: constrain(old + new, *leaf.sharding.spec), grads, fresh, layout)
 
 
 def _score(learner: Learner, trained: Params | None, batch: DeviceBatch, base: Params | None) -> Float[Array, "m r j"]:

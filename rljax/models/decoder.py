@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rljax.mesh import DATA_AXES, constrain
+from rljax.mesh import constrain, row_axes
 from rljax.models.arch import Arch, Rope
 from rljax.models.attention import AttentionOptions, attend, segment_mask, soft_cap
 from rljax.models.block import INPUTS, Attention, Block, KeyValue, LayerKind, Tables, layer_kinds, rms_norm, rope_table
@@ -155,7 +155,7 @@ class Decoder(nnx.Module):
         if self.arch.embed_scale:
             # Rounded to the compute dtype, as the models were trained.
             hidden = hidden * jnp.sqrt(jnp.float32(self.arch.embed_dim)).astype(dtype).astype(jnp.float32)
-        return constrain(hidden, DATA_AXES, "context")
+        return constrain(hidden, row_axes(), "context")
 
     def _normalised(self, hidden: Float[Array, "b s d"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         arch = self.arch
@@ -257,7 +257,7 @@ def _scan_run(
             # A quantised base becomes arrays here, where `remat` has the backward pass do it again: one layer at a time.
             merged = nnx.merge(_block_graph(arch, kind.experts), dequantised(own, dtype))
             hidden, seen, routing = merged(hidden, kind, tables, None, replayed, factors, dtype)
-            return constrain(hidden, DATA_AXES, "context"), seen, routing if record else None
+            return constrain(hidden, row_axes(), "context"), seen, routing if record else None
 
         return REMAT[remat](call)
 

@@ -10,16 +10,18 @@ device of the `expert` and `tensor` axes; each device adds up what its experts, 
     tokens of a data shard ──> sort by expert ──> gate and up ──> activation ──> down ──> back in order ──> sum over devices
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_batching import sequential_vmap
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from rljax.mesh import DATA_AXES
+from rljax.mesh import row_axes
 from rljax.models.arch import Arch
 from rljax.models.gates import gated
 from rljax.models.parameters import constant, weight
@@ -150,8 +152,9 @@ def _on_mesh(arch: Arch, x: Array, shares: Array, choices: Array, weights: _Weig
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return _experts(arch, None, x, shares, choices, weights)
+    axes = row_axes()
     rows = PartitionSpec(
-        DATA_AXES if x.shape[0] % (mesh.shape["replica"] * mesh.shape["fsdp"]) == 0 else None,
+        axes if x.shape[0] % math.prod(mesh.shape[axis] for axis in axes) == 0 else None,
         "context" if x.shape[1] % mesh.shape["context"] == 0 else None,
     )
     specs: list[Any] = [
@@ -207,6 +210,8 @@ def grouped_matmul(x: Float[Array, "n d"], w: Float[Array, "x d f"], sizes: Int[
     return _grouped(x, w, sizes)
 
 
+# JAX has no rule for a grouped product along another dim, and needs none: `mesh.by_replica` leaves one replica per device.
+@sequential_vmap
 def _grouped(x: Array, w: Array, sizes: Array) -> Array:
     return jax.lax.ragged_dot(x, w.astype(x.dtype), sizes, preferred_element_type=jnp.float32).astype(x.dtype)
 
@@ -220,6 +225,7 @@ def _grouped_backward(residuals: tuple[Array, Array, Array], g: Array) -> tuple[
     return _grouped(g, jnp.swapaxes(w, 1, 2), sizes), _outer_sums(x, g, sizes).astype(w.dtype), None
 
 
+@sequential_vmap
 def _outer_sums(x: Array, g: Array, sizes: Array) -> Float[Array, "x d f"]:
     """Sum the outer products of each group's rows."""
     numbers = jax.lax.RaggedDotDimensionNumbers(

@@ -41,7 +41,11 @@ ARCH = dataclasses.replace(
     windowed_layers=(0, 2), windowed_rope=Rope(100.0, rotary_fraction=0.5), unrotated_layers=(3,), gate="gelu_tanh",
     experts=Experts(count=4, per_token=2, ffn_dim=16, normalize=False, router_bias=True, bias=True), dense_layers=(1,),
 )  # fmt: skip
-MESHES = {"one": {"fsdp": 1}, "expert": {"fsdp": 2, "expert": 2, "tensor": 2}}
+MESHES = {
+    "one": {"fsdp": 1},
+    "expert": {"fsdp": 2, "expert": 2, "tensor": 2},
+    "replica": {"replica": 2, "fsdp": 2, "expert": 2},
+}
 
 
 @cache
@@ -114,7 +118,7 @@ def test_padding_rows_of_the_vocabulary_are_never_drawn() -> None:
     assert drawn.max() > 250
 
 
-@pytest.mark.parametrize("mesh", ["expert"])
+@pytest.mark.parametrize("mesh", ["expert", pytest.param("replica", marks=pytest.mark.slow)])
 def test_a_step_on_many_devices_is_the_step_on_one(mesh: str) -> None:
     (batch, scores, *single), (_, other, *sharded) = step_on("one"), step_on(mesh)
     np.testing.assert_allclose(other[batch.mask], scores[batch.mask], rtol=0, atol=GAP)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rljax.data.packing import Batch
 from tests.tiny_model import WITH_REFERENCE, batch_of, first_state, learner_of, some_groups
@@ -21,8 +22,9 @@ def with_filler(batch: Batch, value: float, token: int) -> Batch:
     return dataclasses.replace(batch, **floats, targets=targets, tokens=tokens)
 
 
-def test_masked_filler_changes_nothing() -> None:
-    learner = learner_of(**WITH_REFERENCE)
+@pytest.mark.parametrize("mesh", ["one", "mixed"])
+def test_masked_filler_changes_nothing(mesh: str) -> None:
+    learner = learner_of(mesh, **WITH_REFERENCE)
     plain = batch_of(learner, some_groups())
     assert 0 < plain.mask.mean() < 0.5  # much of it is filler
     rng = np.random.default_rng(0)

@@ -18,19 +18,21 @@ OTHERS = [name for name in MESHES if name != "one"]
 
 @cache
 def step_on(mesh: str) -> tuple[Any, ...]:
-    """Return batch, log-probabilities, loss, gradient and parameters of one step."""
+    """Return batch, log-probabilities, metrics, loss, gradient and parameters of one step."""
     learner = learner_of(mesh)
     batch = batch_of(learner, some_groups())
     before = first_state(learner)
     state, output = learner.step(before, learner.put(batch))
-    return batch, np.asarray(output.logp), output.metrics["loss"], gradient(state), jax.device_get(state.params)
+    return batch, np.asarray(output.logp), output.metrics, output.metrics["loss"], gradient(state), jax.device_get(state.params)
 
 
-@pytest.mark.parametrize("mesh", [name for name in OTHERS if name != "replica"])
+@pytest.mark.parametrize("mesh", OTHERS)
 def test_a_step_on_many_devices_is_the_step_on_one(mesh: str) -> None:
-    (batch, logp, *single), (same, other_logp, *sharded) = step_on("one"), step_on(mesh)
+    (batch, logp, metrics, *single), (same, other_logp, others, *sharded) = step_on("one"), step_on(mesh)
     assert np.array_equal(batch.tokens, same.tokens)
     np.testing.assert_allclose(logp[batch.mask], other_logp[batch.mask], rtol=0, atol=LOGP_ATOL)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(others[name], value, rtol=1e-5, atol=ATOL, err_msg=name)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(single[1])) > 0.05
     for one, two in zip(jax.tree.leaves(single), jax.tree.leaves(sharded), strict=True):
         np.testing.assert_allclose(one, two, rtol=0, atol=ATOL)

@@ -126,10 +126,10 @@ def test_a_step_is_the_one_written_out_by_hand() -> None:
     assert float(norm) == pytest.approx(np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(grads))), rel=1e-4)
 
 
-@pytest.mark.parametrize("way", ["portions", "devices"])
+@pytest.mark.parametrize("way", ["portions", "tensor", "replica"])
 def test_neither_portions_nor_devices_change_a_step(way: str) -> None:
     single = step(critic_of(), packed())
-    other = step(critic_of(), spread(packed(), 2)) if way == "portions" else step(critic_of("tensor"), packed("tensor"))
+    other = step(critic_of(), spread(packed(), 2)) if way == "portions" else step(critic_of(way), packed(way))
     assert_equal(other, single)
 
 

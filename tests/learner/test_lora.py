@@ -93,7 +93,7 @@ def test_the_base_alone_is_the_reference_and_a_merged_model_scores_like_its_part
     assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (base, host_params())), strict=True))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "tensor"])
+@pytest.mark.parametrize("mesh", ["fsdp", "tensor", "mixed"])
 def test_a_step_on_many_devices_is_the_step_on_one(mesh: str) -> None:
     (_, _, single, output), (learner, base, sharded, other) = step_on("one"), step_on(mesh)
     assert float(other.metrics["loss"]) == pytest.approx(float(output.metrics["loss"]), abs=GRADIENT_ATOL)
@@ -131,6 +131,16 @@ def test_dropout_is_drawn_anew_at_every_step_and_again_after_a_restart() -> None
     assert np.abs(first - later).max() > 0.01
     scored = np.asarray(learner.score(host_adapter(learner.lora), batch, base))[np.asarray(batch.mask)]
     assert np.abs(first - scored).max() > 0.01, "scoring drops nothing"
+
+
+def test_what_dropout_draws_does_not_depend_on_the_devices() -> None:
+    def logps(mesh: str) -> np.ndarray:
+        learner = lora_learner(mesh, dropout=0.5)
+        assert learner.lora is not None
+        batch, state = batch_of(learner, some_groups()), first_state(learner, host_adapter(learner.lora))
+        return np.asarray(learner.step(state, learner.put(batch), base=placed(learner, host_params()))[1].logp)[batch.mask]
+
+    np.testing.assert_allclose(logps("replica"), logps("one"), rtol=0, atol=GRADIENT_ATOL)
 
 
 def test_the_first_adapter_is_that_of_the_seed_on_any_mesh() -> None:

@@ -94,8 +94,9 @@ def test_packing_and_micro_batches_change_no_router_loss(parts: int) -> None:
 
 
 @pytest.mark.slow
-def test_devices_change_no_router_loss() -> None:
-    assert_is_unpacked(*step(batch_of(learner("expert"), equal_groups()), "expert"))
+@pytest.mark.parametrize("mesh", ["expert", "replica"])
+def test_devices_change_no_router_loss(mesh: str) -> None:
+    assert_is_unpacked(*step(batch_of(learner(mesh), equal_groups()), mesh))
 
 
 def test_padding_counts_in_no_router_loss() -> None:
