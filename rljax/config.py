@@ -142,8 +142,8 @@ class SamplerConfig(Section):
     dtype: DType = option("float32", "Type of the sampler's parameters, products and cache.")
     weights_dtype: Literal["as-is", "int8"] = option(
         "as-is",
-        "How the sampler keeps the projections of attention and MLP: in sampler.dtype, or as 8-bit integers with a scale per "
-        "output. The policy that samples is then another one than the learner's: see the metrics gap/*.",
+        "How the sampler keeps projections and experts: in sampler.dtype, or as 8-bit integers with a scale per output. The "
+        "policy that samples is then another one than the learner's: see the metrics gap/*.",
     )
     lora: Literal["merged", "separate"] = option(
         "merged",

@@ -118,9 +118,7 @@ def _reference(config: Config, learner: Learner) -> int:
 
 
 def _published(config: Config, learner: Learner) -> int:
-    return bytes_per_device(
-        published_params(learner.arch, learner.mesh, config.sampler.dtype, config.sampler.weights_dtype)
-    )
+    return bytes_per_device(published_params(learner.arch, learner.mesh, config.sampler.dtype, config.sampler.weights_dtype))
 
 
 def _gradient_bytes(params: Any) -> int:

@@ -23,13 +23,18 @@ from rljax.models.attention import AttentionOptions
 from rljax.models.gates import gated
 from rljax.models.int8 import Int8Weight, int8_product
 from rljax.models.lora import low_rank
-from rljax.models.moe import Moe, Routing
+from rljax.models.moe import EXPERT_INPUTS, Moe, Routing
 from rljax.models.parameters import constant, weight
 from rljax.models.remat import keep
 from rljax.pytree import Params
 
 INPUTS = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
 """How many dims of each of these weights are contracted."""
+CONTRACTED: Mapping[str, Any] = {
+    **{name: tuple(range(-inputs, 0)) for name, inputs in INPUTS.items()},
+    "moe": EXPERT_INPUTS,
+}
+"""Which dims of each large weight of the sampler's layout are contracted, counted from the end."""
 
 
 class KeyValue(NamedTuple):

@@ -5,7 +5,7 @@ data shard, one array per block, output dims first, sampling type; large weights
 adapter merged into it or beside it, and a quantised base as arrays, and nothing else. It is a copy, made inside the mesh.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from rljax.learner.state import with_shardings
 from rljax.mesh import LEARNER_RULES, SAMPLER_RULES, param_shardings
 from rljax.models.arch import Arch
-from rljax.models.block import INPUTS
+from rljax.models.block import CONTRACTED
 from rljax.models.decoder import abstract_params, logical_axes, unstack
 from rljax.models.int8 import Int8Weight, axes_of, to_int8
 from rljax.models.lora import LoraSpec, abstract_adapter, adapter_axes, merged, scaled
@@ -40,8 +40,8 @@ def published_params(arch: Arch, mesh: Mesh, dtype: Any, weights_dtype: str = "a
     """
     shapes, axes = abstract_params(arch, jnp.dtype(dtype), stacked=False), logical_axes(arch, stacked=False)
     if weights_dtype != "as-is":
-        shapes = _projections(shapes, lambda shape, inputs: jax.eval_shape(partial(to_int8, inputs=inputs), shape))
-        axes = _projections(axes, axes_of)
+        shapes = _large(shapes, lambda shape, dims: jax.eval_shape(partial(to_int8, contracted=dims), shape))
+        axes = _large(axes, axes_of)
     return with_shardings(shapes, param_shardings(mesh, shapes, axes, SAMPLER_RULES))
 
 
@@ -56,7 +56,7 @@ def publisher(
         dtype: Type of the sampler's parameters.
         lora: What adapters are, where they are trained.
         separate: Keep one copy of the base and publish the adapter beside it, instead of merging it into a new copy.
-        weights_dtype: How the projections of attention and MLP are kept: `as-is`, in `dtype`, or `int8`.
+        weights_dtype: How projections and experts are kept: `as-is`, in `dtype`, or `int8`.
 
     Raises:
         ValueError: a dim does not divide over `mesh.tensor`.
@@ -68,7 +68,7 @@ def publisher(
         if weights_dtype == "as-is":
             return unstack(arch, _cast(params, dtype))
         # Codes are the nearest to the master weights, not to a copy of them that was rounded to `dtype` before.
-        codes = _projections(unstack(arch, _cast(params, "float32")), to_int8)
+        codes = _large(unstack(arch, _cast(params, "float32")), to_int8)
         return jax.tree.map(lambda leaf: leaf if _is_int8(leaf) else leaf.astype(dtype), codes, is_leaf=_is_int8)
 
     copy = jax.jit(copied, out_shardings=layout)
@@ -116,13 +116,16 @@ def _cast(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), whole)
 
 
-def _projections(params: Params, change: Callable[[Any, int], Any]) -> Params:
-    """Apply a function of a weight and how many of its dims are contracted to the projections of separate layers."""
+def _large(params: Params, change: Callable[[Any, tuple[int, ...]], Any]) -> Params:
+    """Apply a function of a weight and its contracted dims to the projections and experts of separate layers."""
 
-    def changed(layer: Params) -> Params:
-        return {name: change(part, INPUTS[name]) if name in INPUTS else part for name, part in layer.items()}
+    def changed(part: Params, contracted: Mapping[str, Any]) -> Params:
+        return {name: one(value, contracted[name]) if name in contracted else value for name, value in part.items()}
 
-    return {**params, "layers": {number: changed(layer) for number, layer in params["layers"].items()}}
+    def one(value: Any, contracted: Any) -> Any:
+        return changed(value, contracted) if isinstance(contracted, Mapping) else change(value, contracted)
+
+    return {**params, "layers": {number: changed(layer, CONTRACTED) for number, layer in params["layers"].items()}}
 
 
 def _is_int8(leaf: Any) -> bool:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.models.block import INPUTS, project_outputs_first
+from rljax.models.block import CONTRACTED, INPUTS, project_outputs_first
 from rljax.models.decoder import logits, merge, unstack
-from rljax.models.int8 import LARGEST, Int8Weight, to_int8
+from rljax.models.int8 import LARGEST, Int8Weight, grouped_int8_product, to_int8
 from rljax.pytree import Params
 from tests.tiny_model import ARCH, host_params
 
@@ -52,7 +52,7 @@ def turned(name: str, weight: np.ndarray) -> jax.Array:
 def test_codes_are_the_nearest_multiples_of_the_largest_weights_127th(name: str) -> None:
     weight = some_weight(name)
     weight[..., 3] = 0.0  # an output that is zero
-    found = jax.jit(lambda weight: to_int8(weight, INPUTS[name]))(turned(name, weight))
+    found = jax.jit(lambda weight: to_int8(weight, CONTRACTED[name]))(turned(name, weight))
     codes, scale = by_hand(name, weight)
     assert (found.codes.dtype, found.scale.dtype) == (jnp.int8, jnp.float32)
     np.testing.assert_allclose(found.scale, scale, rtol=2e-7)
@@ -68,7 +68,7 @@ def test_codes_are_the_nearest_multiples_of_the_largest_weights_127th(name: str)
 def test_a_weight_that_is_not_finite_shows_in_the_product() -> None:
     weight = np.ones((2, 3), np.float32)
     weight[0, 1], weight[1, 2] = np.nan, np.inf
-    out = project_outputs_first(jnp.ones((1, 1, 3)), to_int8(jnp.asarray(weight), 1), 1)
+    out = project_outputs_first(jnp.ones((1, 1, 3)), to_int8(jnp.asarray(weight), (-1,)), 1)
     assert not np.isfinite(out).any()
 
 
@@ -76,7 +76,7 @@ def test_a_weight_that_is_not_finite_shows_in_the_product() -> None:
 @pytest.mark.parametrize("name", INPUTS)
 def test_the_product_is_that_of_codes_times_scales(name: str, dtype: str) -> None:
     weight = turned(name, some_weight(name))
-    small, inputs = to_int8(weight, INPUTS[name]), weight.shape[-INPUTS[name] :]
+    small, inputs = to_int8(weight, CONTRACTED[name]), weight.shape[-INPUTS[name] :]
     x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2, *inputs)), dtype)
     out = jax.jit(project_outputs_first, static_argnums=2)(x, small, INPUTS[name])
     dims = tuple(range(-INPUTS[name], 0))
@@ -85,15 +85,35 @@ def test_the_product_is_that_of_codes_times_scales(name: str, dtype: str) -> Non
     assert np.abs(np.asarray(out, np.float64) - exact).max() <= ROUNDING[dtype] * np.abs(exact).max()
     # What is lost to the unquantised product is at most half a step per term.
     plain = np.tensordot(np.asarray(x, np.float64), np.asarray(weight, np.float64), (dims, dims))
-    bound = np.abs(np.asarray(x, np.float64)).sum(dims)[..., *(None,) * small.scale.ndim] * np.asarray(small.scale)[None, None] / 2
+    bound = (
+        np.abs(np.asarray(x, np.float64)).sum(dims)[..., *(None,) * small.scale.ndim] * np.asarray(small.scale)[None, None] / 2
+    )
     assert (np.abs(exact - plain) <= bound * (1 + 1e-4)).all()
     assert np.abs(exact - plain).max() > 0
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("sizes", [[3, 0, 5, 4], [0, 0, 7, 0], [2, 1, 0, 3]])
+def test_each_run_of_rows_meets_its_own_codes_and_scales(sizes: list[int], dtype: str) -> None:
+    rng = np.random.default_rng(2)
+    x, weight = jnp.asarray(rng.normal(size=(12, 6)), dtype), rng.normal(size=(4, 6, 5)).astype(np.float32)
+    small = to_int8(jnp.asarray(weight), (-2,))
+    np.testing.assert_allclose(small.scale, np.abs(weight).max(1) / 127, rtol=2e-7)
+    owner = np.repeat(np.arange(5), [*sizes, 12 - sum(sizes)])
+    dense = np.asarray(small.codes, np.float64) * np.asarray(small.scale, np.float64)[:, None]
+    expected = [
+        np.asarray(x, np.float64)[row] @ dense[expert] if expert < 4 else np.zeros(5) for row, expert in enumerate(owner)
+    ]
+    out = grouped_int8_product(x, small.codes, small.scale, jnp.asarray(sizes), jnp.asarray(np.minimum(owner, 3)))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=ROUNDING["float32"] * 10)
 
 
 def separate(change: Any) -> Params:
     params = jax.tree.map(jnp.asarray, unstack(ARCH, jax.tree.map(jnp.asarray, host_params())))
     layers = {
-        number: {name: change(to_int8(part, INPUTS[name]), part) if name in INPUTS else part for name, part in layer.items()}
+        number: {
+            name: change(to_int8(part, CONTRACTED[name]), part) if name in INPUTS else part for name, part in layer.items()
+        }
         for number, layer in params["layers"].items()
     }
     return {**params, "layers": layers}
