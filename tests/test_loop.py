@@ -380,7 +380,8 @@ def test_a_run_whose_sampler_is_quantised_shows_the_gap_and_continues_exactly(
         # The model is random and its logits are small, so the gap is too; in float32 there is none but rounding.
         assert 1e-4 < row["gap/logp_mean"] < 0.1
         assert row["gap/logp_mean"] > 30 * plain[min(step, 2)]["gap/logp_mean"]
-        assert 0 < row["gap/effective_sample_fraction"] < 1, "the importance weights against the sampler are no longer 1"
+    effective = [min(row["gap/effective_sample_fraction"] for row in rows.values()) for rows in (plain, small)]
+    assert effective[1] < 1 - 1e-8 < effective[0], "the weights against the sampler are no longer 1"
 
 
 def test_an_evaluation_has_the_codes_of_the_run(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from rljax.config import MeshConfig
 from rljax.learner.step import Learner
 from rljax.mesh import build_mesh, data_shards
 from rljax.models.arch import Experts, Rope
+from rljax.models.block import CONTRACTED
 from rljax.models.decoder import abstract_params
 from rljax.models.int8 import Int8Weight
 from rljax.pytree import Params
@@ -141,7 +142,7 @@ def test_in_8_bits_many_devices_sample_as_one_does_from_what_the_codes_stand_for
     assert len(weights) == 4 * 2 + 4 * 2  # attention everywhere, an MLP in one layer, experts in three
     many.set_weights(small, 1)
     like = published(one, params())
-    whole = jax.tree.map(lambda leaf: restored(leaf) if is_int8(leaf) else np.asarray(leaf), small, is_leaf=is_int8)
+    whole = jax.tree_util.tree_map_with_path(as_array, small, is_leaf=is_int8)
     one.set_weights(jax.tree.map(lambda leaf, at: jax.device_put(leaf.astype(at.dtype), at.sharding), whole, like), 1)
     found, expected = run(many, requests), run(one, requests)
     for ticket, done in expected.items():
@@ -149,6 +150,13 @@ def test_in_8_bits_many_devices_sample_as_one_does_from_what_the_codes_stand_for
         np.testing.assert_allclose(found[ticket].logp, done.logp, rtol=0, atol=GAP)
     many.set_weights(published(many, params()), 0)
     one.set_weights(like, 0)
+
+
+def as_array(path: Any, leaf: Any) -> np.ndarray:
+    group, name = (getattr(key, "key", None) for key in [None, *path][-2:])
+    return (
+        restored(leaf, CONTRACTED["moe"][name] if group == "moe" else CONTRACTED[name]) if is_int8(leaf) else np.asarray(leaf)
+    )
 
 
 def is_int8(leaf: Any) -> bool:

@@ -1,5 +1,6 @@
 """Weights in 8 bits: codes and scales against numpy, the product against one in float64, and how far logits move."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,10 +35,9 @@ def by_hand(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes.reshape(turned.shape), scales.reshape(outputs)
 
 
-def restored(weight: Int8Weight) -> np.ndarray:
+def restored(weight: Int8Weight, contracted: tuple[int, ...]) -> np.ndarray:
     """Return codes times scales in float64."""
-    codes, scale = np.asarray(weight.codes, np.float64), np.asarray(weight.scale, np.float64)
-    return codes * scale.reshape(*scale.shape, *(1,) * (codes.ndim - scale.ndim))
+    return np.asarray(weight.codes, np.float64) * np.expand_dims(np.asarray(weight.scale, np.float64), contracted)
 
 
 def some_weight(name: str) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_codes_are_the_nearest_multiples_of_the_largest_weights_127th(name: str)
     assert np.abs(codes).max() == LARGEST
     assert np.abs(codes.astype(int)).max() == -codes.astype(int).min(), "symmetric: -128 is not used"
     step = np.asarray(found.scale).reshape(*scale.shape, *(1,) * INPUTS[name])
-    error = np.abs(restored(found) - turned(name, weight)) / step
+    error = np.abs(restored(found, CONTRACTED[name]) - turned(name, weight)) / step
     assert 0.45 < error.max() <= 0.5 + 1e-5
 
 
@@ -80,7 +80,7 @@ def test_the_product_is_that_of_codes_times_scales(name: str, dtype: str) -> Non
     x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2, *inputs)), dtype)
     out = jax.jit(project_outputs_first, static_argnums=2)(x, small, INPUTS[name])
     dims = tuple(range(-INPUTS[name], 0))
-    exact = np.tensordot(np.asarray(x, np.float64), restored(small), (dims, dims))
+    exact = np.tensordot(np.asarray(x, np.float64), restored(small, dims), (dims, dims))
     assert (out.dtype, out.shape) == (dtype, exact.shape)
     assert np.abs(np.asarray(out, np.float64) - exact).max() <= ROUNDING[dtype] * np.abs(exact).max()
     # What is lost to the unquantised product is at most half a step per term.
@@ -108,11 +108,12 @@ def test_each_run_of_rows_meets_its_own_codes_and_scales(sizes: list[int], dtype
     np.testing.assert_allclose(out, expected, rtol=0, atol=ROUNDING["float32"] * 10)
 
 
-def separate(change: Any) -> Params:
+def separate(change: Callable[[Int8Weight, jax.Array, tuple[int, ...]], Any]) -> Params:
     params = jax.tree.map(jnp.asarray, unstack(ARCH, jax.tree.map(jnp.asarray, host_params())))
     layers = {
         number: {
-            name: change(to_int8(part, CONTRACTED[name]), part) if name in INPUTS else part for name, part in layer.items()
+            name: change(to_int8(part, CONTRACTED[name]), part, CONTRACTED[name]) if name in INPUTS else part
+            for name, part in layer.items()
         }
         for number, layer in params["layers"].items()
     }
@@ -128,9 +129,9 @@ def scores(params: Params) -> jax.Array:
 
 
 def test_logits_are_those_of_the_dequantised_weights_and_close_to_the_originals() -> None:
-    small = np.asarray(scores(separate(lambda small, part: small)))
-    dequantised = np.asarray(scores(separate(lambda small, part: jnp.asarray(restored(small), part.dtype))))
-    plain = np.asarray(scores(separate(lambda small, part: part)))
+    small = np.asarray(scores(separate(lambda small, part, dims: small)))
+    dequantised = np.asarray(scores(separate(lambda small, part, dims: jnp.asarray(restored(small, dims), part.dtype))))
+    plain = np.asarray(scores(separate(lambda small, part, dims: part)))
     np.testing.assert_allclose(small, dequantised, rtol=0, atol=LOGITS_ATOL)
     # Rounding to steps of max / 127 adds an error of step / sqrt(12) to each weight. The largest of 32 to 48 normal weights
     # is 2 to 3.5 standard deviations, so a product has a relative error of at most 3.5 / 127 / sqrt(12); eight add up.
