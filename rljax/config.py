@@ -140,6 +140,11 @@ class SamplerConfig(Section):
         "rollouts run together; slower, the more so the longer the longest rollout may be.",
     )
     dtype: DType = option("float32", "Type of the sampler's parameters, products and cache.")
+    weights_dtype: Literal["as-is", "int8"] = option(
+        "as-is",
+        "How the sampler keeps projections and experts: in sampler.dtype, or as 8-bit integers with a scale per output. The "
+        "policy that samples is then another one than the learner's: see the metrics gap/*.",
+    )
     lora: Literal["merged", "separate"] = option(
         "merged",
         "An adapter is published inside a merged copy of the weights, or on its own beside a copy that is made once.",

@@ -89,7 +89,8 @@ def evaluate(config: Config, checkpoint: Path | None = None, report: Callable[[s
     loaded = read_checkpoint(
         checkpoint or config.model.checkpoint,
         learner_layout(mesh),
-        config.sampler.dtype,
+        # Codes are those that the run samples with, which are rounded from its master weights.
+        config.sampler.dtype if config.sampler.weights_dtype == "as-is" else config.model.param_dtype,
     )
     with open_stack(config, loaded.arch, loaded.tokenizer_dir, Clock()) as stack:
         tasks = fitting_tasks(config, "eval", stack.tokenizer, report)

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from rljax.config import Config
-from rljax.learner.state import with_shardings
 from rljax.learner.step import Learner, logit_positions
-from rljax.mesh import SAMPLER_RULES, bytes_per_device, data_shards, param_shardings
-from rljax.models.decoder import abstract_params, logical_axes
+from rljax.mesh import bytes_per_device, data_shards
 from rljax.rollouts.batching import batch_shape
+from rljax.rollouts.weights import published_params
 from rljax.sampler.engine import Engine
 
 _FLOAT32 = 4
@@ -84,7 +83,7 @@ def estimate(config: Config, learner: Learner, engine: Engine) -> Estimate:
         "optimizer state": (bytes_per_device(state.optimizer), ("optimizer.moments_dtype", "optimizer.rule", "mesh.fsdp")),
         "reference": (_reference(config, learner), ("algorithm.beta", "model.param_dtype")),
         "critic": (0 if state.critic is None else bytes_per_device(state.critic), ("algorithm.advantage", "mesh.fsdp")),
-        "sampler's weights": (_published(config, learner), ("sampler.dtype", "mesh.tensor")),
+        "sampler's weights": (_published(config, learner), ("sampler.dtype", "sampler.weights_dtype", "mesh.tensor")),
         "sampler's cache": (engine.num_bytes, ("sampler.cache_tokens", "sampler.slots", "sampler.dtype")),
         "activations of a micro-batch": (
             activation_bytes(learner),
@@ -119,11 +118,7 @@ def _reference(config: Config, learner: Learner) -> int:
 
 
 def _published(config: Config, learner: Learner) -> int:
-    mesh, arch = learner.mesh, learner.arch
-    shapes = abstract_params(arch, jnp.dtype(config.sampler.dtype), stacked=False)
-    return bytes_per_device(
-        with_shardings(shapes, param_shardings(mesh, shapes, logical_axes(arch, stacked=False), SAMPLER_RULES))
-    )
+    return bytes_per_device(published_params(learner.arch, learner.mesh, config.sampler.dtype, config.sampler.weights_dtype))
 
 
 def _gradient_bytes(params: Any) -> int:

@@ -16,6 +16,7 @@ from rljax.checkpoint import load_params
 from rljax.conversion.adapter import base_identity, read_card
 from rljax.convert import read_arch, read_checkpoint
 from rljax.data.tokenizer import Tokenizer
+from rljax.evaluate import evaluate
 from rljax.loop import TrainResult, check, train
 from rljax.models.decoder import count
 from rljax.models.lora import TARGETS, abstract_adapter, merged
@@ -363,3 +364,26 @@ def test_a_check_tells_how_large_a_quantised_base_is(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "qwix", None)
     with pytest.raises(ValueError, match=r"pip install 'rljax\[qlora\]'"):
         check(config(tmp_path / "run", *options))
+
+
+def test_a_run_whose_sampler_is_quantised_shows_the_gap_and_continues_exactly(
+    trained: tuple[TrainResult, list[str]], tmp_path: Path
+) -> None:
+    options = ("data.num_tasks=4", "sampler.weights_dtype=int8")
+    train(config(tmp_path / "whole", "train.steps=4", *options))
+    train(config(tmp_path / "cut", "train.steps=2", *options))
+    assert train(config(tmp_path / "cut", "train.steps=4", *options)).trained == 2
+    assert state_bits(tmp_path / "cut", 4) == state_bits(tmp_path / "whole", 4)
+    assert rollout_rows(tmp_path / "cut") == rollout_rows(tmp_path / "whole")
+    plain, small = step_metrics(trained[0].run_dir), step_metrics(tmp_path / "whole")
+    for step, row in small.items():
+        # The model is random and its logits are small, so the gap is too; in float32 there is none but rounding.
+        assert 1e-4 < row["gap/logp_mean"] < 0.1
+        assert row["gap/logp_mean"] > 30 * plain[min(step, 2)]["gap/logp_mean"]
+    effective = [min(row["gap/effective_sample_fraction"] for row in rows.values()) for rows in (plain, small)]
+    assert effective[1] < 1 - 1e-8 < effective[0], "the weights against the sampler are no longer 1"
+
+
+def test_an_evaluation_has_the_codes_of_the_run(tmp_path: Path) -> None:
+    small = config(tmp_path / "run", "sampler.weights_dtype=int8", "sampler.dtype=bfloat16", "eval.num_tasks=4")
+    assert evaluate(small).tasks == 4

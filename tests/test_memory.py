@@ -72,6 +72,9 @@ def test_what_stays_is_counted_exactly() -> None:
     assert parts["sampler's cache"] == held(engine._state)
     assert parts["sampler's weights"] == held(published(engine, host_params()))
     assert parts["critic"] == 0
+    small = learner_of("tensor", sampler={"weights_dtype": "int8"})
+    parts = {part.name: part.size for part in estimate(small.config, small, engine).parts}
+    assert parts["sampler's weights"] == held(published(engine, host_params(), weights_dtype="int8"))
 
 
 def test_a_critic_a_moving_reference_and_smaller_moments_are_counted() -> None:

@@ -191,15 +191,16 @@ def gradient(state: TrainState) -> Params:
 
 
 @cache
-def warm_engine(mesh: str = "one", dtype: str = "float32") -> Engine:
+def warm_engine(mesh: str = "one", dtype: str = "float32", weights_dtype: str = "as-is") -> Engine:
     """Return an engine that other tests have used: its programs are compiled, its slots hold what they left."""
-    return engine_of(mesh, dtype=dtype)
+    return engine_of(mesh, dtype=dtype, weights_dtype=weights_dtype)
 
 
 def engine_of(
     mesh: str = "one",
     *,
     dtype: str = "float32",
+    weights_dtype: str = "as-is",
     slots: int = 8,
     max_prompt_length: int = 24,
     max_completion_length: int = 16,
@@ -233,15 +234,15 @@ def engine_of(
         logprobs=logprobs,
         open_text=open_text,
     )
-    engine.set_weights(published(engine, host_params() if params is None else params, dtype), version)
+    engine.set_weights(published(engine, host_params() if params is None else params, dtype, weights_dtype), version)
     return engine
 
 
-def published(engine: Engine, params: Params, dtype: str = "float32") -> Params:
+def published(engine: Engine, params: Params, dtype: str = "float32", weights_dtype: str = "as-is") -> Params:
     """Return parameters as the learner would publish them to the engine."""
     layout = learner_params(engine.arch, engine.mesh, "float32")
     whole = jax.tree.map(lambda leaf, like: jax.device_put(jnp.array(leaf), like.sharding), params, layout)
-    return publisher(engine.arch, engine.mesh, dtype)(whole)
+    return publisher(engine.arch, engine.mesh, dtype, weights_dtype=weights_dtype)(whole)
 
 
 def request(

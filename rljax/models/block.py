@@ -21,14 +21,20 @@ from rljax.matmul import matmul, product_outputs_first
 from rljax.models.arch import Arch, Rope
 from rljax.models.attention import AttentionOptions
 from rljax.models.gates import gated
+from rljax.models.int8 import Int8Weight, int8_product
 from rljax.models.lora import low_rank
-from rljax.models.moe import Moe, Routing
+from rljax.models.moe import EXPERT_INPUTS, Moe, Routing
 from rljax.models.parameters import constant, weight
 from rljax.models.remat import keep
 from rljax.pytree import Params
 
 INPUTS = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
 """How many dims of each of these weights are contracted."""
+CONTRACTED: Mapping[str, Any] = {
+    **{name: tuple(range(-inputs, 0)) for name, inputs in INPUTS.items()},
+    "moe": EXPERT_INPUTS,
+}
+"""Which dims of each large weight of the sampler's layout are contracted, counted from the end."""
 
 
 class KeyValue(NamedTuple):
@@ -176,7 +182,8 @@ class Block(nnx.Module):
 
     def _project(self, name: str, x: Array) -> Array:
         """Multiply x by a weight of this block."""
-        return (project_outputs_first if self.outputs_first else project)(x, getattr(self, name)[...], INPUTS[name])
+        # Not `[...]`: codes and scales are no array.
+        return (project_outputs_first if self.outputs_first else project)(x, getattr(self, name).get_value(), INPUTS[name])
 
     def _before(self, hidden: Float[Array, "b s d"], name: str, dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Return what goes into attention or MLP."""
@@ -196,10 +203,12 @@ def project(x: Array, weight: Array, inputs: int) -> Array:
     return matmul(x.reshape(*rows, -1), weight.reshape(-1, *out))
 
 
-def project_outputs_first(x: Array, weight: Array, inputs: int) -> Array:
+def project_outputs_first(x: Array, weight: Array | Int8Weight, inputs: int) -> Array:
     """Contract the last `inputs` dims of x with the last ones of weight, as one matrix product; not for training."""
-    rows, out = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]
-    return product_outputs_first(x.reshape(*rows, -1), weight.reshape(*out, -1)).astype(x.dtype)
+    rows = x.reshape(*x.shape[: x.ndim - inputs], -1)
+    if isinstance(weight, Int8Weight):
+        return int8_product(rows, weight.codes.reshape(*weight.scale.shape, -1), weight.scale).astype(x.dtype)
+    return product_outputs_first(rows, weight.reshape(*weight.shape[: weight.ndim - inputs], -1)).astype(x.dtype)
 
 
 def rms_norm(x: Float[Array, "*b"], scale: Float[Array, "*d"], eps: float, offset: bool = False) -> Float[Array, "*b"]:

@@ -24,8 +24,13 @@ from jaxtyping import Array, Float, Int
 from rljax.mesh import row_axes
 from rljax.models.arch import Arch
 from rljax.models.gates import gated
+from rljax.models.int8 import Int8Weight, axes_of, grouped_int8_product
 from rljax.models.parameters import constant, weight
 from rljax.models.remat import keep
+from rljax.pytree import with_fields
+
+EXPERT_INPUTS = {"gate_up": (-3,), "down": (-2,)}
+"""Which dims of these weights are contracted, counted from the end."""
 
 
 class Routing(NamedTuple):
@@ -49,10 +54,10 @@ class RouterSums(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """The parameters of the experts, each with the experts along its first dim."""
+    """The parameters of the experts, each with the experts along its first dim; the sampler's weights may be in 8 bits."""
 
-    gate_up: Float[Array, "x d 2 f"]
-    down: Float[Array, "x f d"]
+    gate_up: Float[Array, "x d 2 f"] | Int8Weight
+    down: Float[Array, "x f d"] | Int8Weight
     gate_up_bias: Float[Array, "x 2 f"] | None
     down_bias: Float[Array, "x d"] | None
 
@@ -91,7 +96,7 @@ class Moe(nnx.Module):
         else:
             shares = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
         biases = (self.gate_up_bias[...], self.down_bias[...]) if self.experts.bias else (None, None)
-        weights = _Weights(self.gate_up[...], self.down[...], *biases)
+        weights = _Weights(self.gate_up.get_value(), self.down.get_value(), *biases)  # not `[...]`: an Int8Weight is no array
         return _on_mesh(self.arch, x, shares, choices, weights), Routing(choices, logits)
 
     def _scores(self, x: Float[Array, "b s d"]) -> Float[Array, "b s x"]:
@@ -158,8 +163,8 @@ def _on_mesh(arch: Arch, x: Array, shares: Array, choices: Array, weights: _Weig
         "context" if x.shape[1] % mesh.shape["context"] == 0 else None,
     )
     specs: list[Any] = [
-        PartitionSpec("expert", None, None, "tensor"),
-        PartitionSpec("expert", "tensor"),
+        _spec(weights.gate_up, "gate_up", ("expert", None, None, "tensor")),
+        _spec(weights.down, "down", ("expert", "tensor", None)),
         None if weights.gate_up_bias is None else PartitionSpec("expert", None, "tensor"),
         None if weights.down_bias is None else PartitionSpec("expert"),
     ]
@@ -170,12 +175,19 @@ def _on_mesh(arch: Arch, x: Array, shares: Array, choices: Array, weights: _Weig
     return run(x, shares, choices, weights)
 
 
+def _spec(weight: Array | Int8Weight, name: str, axes: tuple[str | None, ...]) -> Any:
+    if not isinstance(weight, Int8Weight):
+        return PartitionSpec(*axes)
+    parts = axes_of(axes, EXPERT_INPUTS[name])
+    return with_fields(Int8Weight, codes=PartitionSpec(*parts.codes), scale=PartitionSpec(*parts.scale))
+
+
 def _experts(
     arch: Arch, axes: tuple[str, str] | None, x: Array, shares: Array, choices: Array, weights: _Weights
 ) -> Float[Array, "b s d"]:
     """Add up what this device's experts give to its tokens, and then over the devices that hold the others."""
     b, s, d = x.shape
-    per_token, held = choices.shape[-1], weights.gate_up.shape[0]
+    per_token, held = choices.shape[-1], jax.tree.leaves(weights)[0].shape[0]
     first = 0 if axes is None else jax.lax.axis_index(axes[0]) * held
     expert = choices.reshape(-1) - first
     mine = (expert >= 0) & (expert < held)
@@ -185,11 +197,19 @@ def _experts(
     sizes = jnp.bincount(jnp.where(mine, expert, held), length=held + 1)[:held].astype(jnp.int32)
     local = jnp.clip(expert, 0, held - 1)[order]
     rows = jnp.take(x.reshape(b * s, d), order // per_token, axis=0)
-    gate_up = keep(grouped_matmul(rows, weights.gate_up.reshape(held, d, -1), sizes))
-    gate_up = gate_up.reshape(-1, 2, weights.gate_up.shape[-1])
+
+    def times(rows: Float[Array, "n d"], weight: Array | Int8Weight) -> Float[Array, "n f"]:
+        inputs = rows.shape[-1]
+        if not isinstance(weight, Int8Weight):
+            return grouped_matmul(rows, weight.reshape(held, inputs, -1), sizes)
+        codes, scale = weight.codes.reshape(held, inputs, -1), weight.scale.reshape(held, -1)
+        return grouped_int8_product(rows, codes, scale, sizes, local).astype(rows.dtype)
+
+    gate_up = keep(times(rows, weights.gate_up))
+    gate_up = gate_up.reshape(-1, 2, gate_up.shape[-1] // 2)
     if weights.gate_up_bias is not None:
         gate_up = gate_up + jnp.take(weights.gate_up_bias, local, axis=0).astype(x.dtype)
-    out = grouped_matmul(gated(gate_up, arch), weights.down, sizes)
+    out = times(gated(gate_up, arch), weights.down)
     if weights.down_bias is not None:
         counted = mine[order] if axes is None else mine[order] & (jax.lax.axis_index(axes[1]) == 0)
         out = out + jnp.where(counted[:, None], jnp.take(weights.down_bias, local, axis=0), 0.0).astype(x.dtype)

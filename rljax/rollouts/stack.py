@@ -116,6 +116,11 @@ def open_stack(
         engine = build_engine(config, arch, mesh, tokenizer)
         collector = Collector(config, engine, pool, tokenizer, clock, stop)
         publish = publisher(
-            arch, mesh, config.sampler.dtype, spec_of(arch, config.lora), separate=config.sampler.lora == "separate"
+            arch,
+            mesh,
+            config.sampler.dtype,
+            spec_of(arch, config.lora),
+            separate=config.sampler.lora == "separate",
+            weights_dtype=config.sampler.weights_dtype,
         )
         yield Stack(mesh, tokenizer, engine, publish, collector)

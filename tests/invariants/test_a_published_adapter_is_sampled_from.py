@@ -27,6 +27,8 @@ from tests.tiny_model import (
 
 GAP = 3e-5
 """Float32 programs that sum in different orders, one with products of low rank; log-probabilities of the order 10."""
+INT8_GAP = 0.2
+"""Nats: what rounding weights to 8 bits may change on average; without the adapter it is more than 1."""
 
 
 @pytest.mark.parametrize(
@@ -83,3 +85,17 @@ def test_a_base_is_published_once_and_an_adapter_every_time() -> None:
     assert first["embed"] is second["embed"]
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((base, adapter)))
     assert set(publish(base)["layers"][0]) == {"attn_norm", "qkv", "out", "mlp_norm", "gate_up", "down"}
+
+
+@pytest.mark.parametrize("mode", ["merged", "separate"])
+def test_what_is_in_int8_has_the_adapter_inside_or_beside_it(mode: str) -> None:
+    learner = lora_learner()
+    assert learner.lora is not None
+    base, adapter = kept(learner, host_params()), first_state(learner, host_adapter(learner.lora)).params
+    engine, requests = engine_of(), some_requests(2, 4, temperature=0.7)
+    publish = publisher(ARCH, learner.mesh, "float32", learner.lora, mode == "separate", "int8")
+    engine.set_weights(publish(adapter, base), 1)
+    batch = batch_of(learner, rollouts_of(requests, run(engine, requests)))
+    sampled, scored = batch.logp_behavior[batch.mask], learner.put(batch)
+    with_it, without = (np.asarray(learner.score(part, scored, base))[batch.mask] for part in (adapter, None))
+    assert 1e-3 < np.abs(with_it - sampled).mean() < INT8_GAP < np.abs(without - sampled).mean() / 4

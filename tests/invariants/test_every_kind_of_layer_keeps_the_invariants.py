@@ -13,9 +13,12 @@ from rljax.config import MeshConfig
 from rljax.learner.step import Learner
 from rljax.mesh import build_mesh, data_shards
 from rljax.models.arch import Experts, Rope
+from rljax.models.block import CONTRACTED
 from rljax.models.decoder import abstract_params
+from rljax.models.int8 import Int8Weight
 from rljax.pytree import Params
 from rljax.sampler.engine import Engine
+from tests.models.test_int8 import restored
 from tests.tiny_model import ARCH as PLAIN
 from tests.tiny_model import (
     STOP_IDS,
@@ -133,3 +136,32 @@ def test_many_devices_sample_the_tokens_of_one(mesh: str) -> None:
     assert set(single) == set(sharded)
     for ticket, done in single.items():
         assert sharded[ticket].tokens.tolist() == done.tokens.tolist()
+
+
+def test_in_8_bits_many_devices_sample_as_one_does_from_what_the_codes_stand_for() -> None:
+    many, one = engine_on("expert"), engine_on("one")
+    requests = some_requests(2, 4)
+    small = published(many, params(), weights_dtype="int8")
+    weights = [leaf for leaf in jax.tree.leaves(small, is_leaf=is_int8) if is_int8(leaf)]
+    assert len(weights) == 4 * 2 + 4 * 2  # attention everywhere, an MLP in one layer, experts in three
+    many.set_weights(small, 1)
+    like = published(one, params())
+    whole = jax.tree_util.tree_map_with_path(as_array, small, is_leaf=is_int8)
+    one.set_weights(jax.tree.map(lambda leaf, at: jax.device_put(leaf.astype(at.dtype), at.sharding), whole, like), 1)
+    found, expected = run(many, requests), run(one, requests)
+    for ticket, done in expected.items():
+        assert found[ticket].tokens.tolist() == done.tokens.tolist()
+        np.testing.assert_allclose(found[ticket].logp, done.logp, rtol=0, atol=GAP)
+    many.set_weights(published(many, params()), 0)
+    one.set_weights(like, 0)
+
+
+def as_array(path: Any, leaf: Any) -> np.ndarray:
+    group, name = (getattr(key, "key", None) for key in [None, *path][-2:])
+    return (
+        restored(leaf, CONTRACTED["moe"][name] if group == "moe" else CONTRACTED[name]) if is_int8(leaf) else np.asarray(leaf)
+    )
+
+
+def is_int8(leaf: Any) -> bool:
+    return isinstance(leaf, Int8Weight)

@@ -38,10 +38,11 @@ def test_a_step_on_many_devices_is_the_step_on_one(mesh: str) -> None:
         np.testing.assert_allclose(one, two, rtol=0, atol=ATOL)
 
 
+@pytest.mark.parametrize("weights_dtype", ["as-is", "int8"])
 @pytest.mark.parametrize("mesh", ["fsdp", "tensor"])
-def test_many_devices_sample_the_tokens_of_one(mesh: str) -> None:
+def test_many_devices_sample_the_tokens_of_one(mesh: str, weights_dtype: str) -> None:
     requests = some_requests(8)
-    single, sharded = run(warm_engine(), requests), run(warm_engine(mesh), requests)
+    single, sharded = (run(warm_engine(name, weights_dtype=weights_dtype), requests) for name in ("one", mesh))
     assert set(single) == set(sharded)
     for ticket, done in single.items():
         assert sharded[ticket].tokens.tolist() == done.tokens.tolist()

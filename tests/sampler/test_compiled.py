@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 
+from rljax.models.block import INPUTS
 from rljax.sampler.paged import Pieces
 from tests.tiny_model import ARCH, some_requests, warm_engine
 
@@ -18,9 +19,9 @@ INSTRUCTION = re.compile(r"= (?:\()?\w+\[([\d,]*)\]\S* (?:.*?\) )?([a-z][a-z-]*)
 
 
 @cache
-def programs(mesh: str) -> dict[str, str]:
+def programs(mesh: str, weights_dtype: str = "as-is") -> dict[str, str]:
     """Return the text of the compiled programs."""
-    engine = warm_engine(mesh)
+    engine = warm_engine(mesh, weights_dtype=weights_dtype)
     assert engine._params is not None
     lowered = {}
     with jax.set_mesh(engine.mesh):
@@ -75,3 +76,22 @@ def test_data_shards_do_not_exchange_slots() -> None:
 @pytest.mark.parametrize("program", ["decode", "fill", "extend"])
 def test_tensor_shards_do_not_exchange_parameters(program: str) -> None:
     assert [shape for shape in outputs(programs("tensor")[program], EXCHANGES) if math.prod(shape) >= SMALLEST_MATRIX] == []
+
+
+def carried(text: str, kind: str) -> int:
+    """Add up the elements of a type that the largest loop of a program carries."""
+    carries = [line.split(") while(")[0] for line in text.splitlines() if ") while(" in line]
+    shapes = [re.findall(rf"\b{kind}\[([\d,]*)\]", carry) for carry in carries]
+    return max(sum(math.prod(int(size) for size in shape.split(",") if size) for shape in found) for found in shapes)
+
+
+def test_no_array_of_a_quantised_weight_outlives_its_product() -> None:
+    plain, small = (programs("one", kind)["decode"] for kind in ("as-is", "int8"))
+    engine = warm_engine(weights_dtype="int8")
+    assert engine._params is not None
+    weights = [part for layer in engine._params["layers"].values() for name, part in layer.items() if name in INPUTS]
+    codes, scales = (
+        sum(getattr(weight, part).addressable_shards[0].data.size for weight in weights) for part in ("codes", "scale")
+    )
+    assert carried(small, "s8") == codes > 0 == carried(plain, "s8")
+    assert carried(small, "f32") == carried(plain, "f32") - codes + scales
