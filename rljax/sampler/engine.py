@@ -38,6 +38,8 @@ from rljax.sampler.schedule import Counts, Piece, Request, Running, Schedule
 from rljax.sampler.shapes import least, prompt_lengths, shapes_of
 from rljax.sampler.stops import StopStream, TextStream
 
+_COMPILED_TOGETHER = 8  # programs of a warm-up, at most
+
 
 def draw_key(seed: int, purpose: str, task_id: str, attempt: int) -> tuple[int, int]:
     """Return the random key (two 32-bit words) of one rollout: a pure function of its arguments.
@@ -146,8 +148,8 @@ class Engine:
         assert self._params is not None, "set_weights comes before a warm-up"
         for asked in filter(has_rules, requests):
             self._keep_rules({0: asked})  # each with the room of those before it
-        # Most of a compilation is passes that run on one core.
-        with jax.set_mesh(self.mesh), ThreadPoolExecutor(os.cpu_count()) as pool:
+        # Most of a compilation is passes that run on one core, and each takes memory.
+        with jax.set_mesh(self.mesh), ThreadPoolExecutor(min(_COMPILED_TOGETHER, os.cpu_count() or 1)) as pool:
             compiling = [pool.submit(program.lower(*inputs).compile) for program, inputs in self._programs()]
         for compiled in compiling:
             compiled.result()  # or its error
