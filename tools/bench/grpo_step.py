@@ -47,9 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(args: argparse.Namespace, scratch: Path, name: str, steps: int) -> dict[str, float]:
-    """Train for some steps in a process of its own and return what was measured."""
-    run_dir = scratch / name
+def start_training(args: argparse.Namespace, run_dir: Path, steps: int, *further: str) -> subprocess.Popen[str]:
+    """Start `rljax train` on this work, with the compilation cache beside the run; its output can be read line by line."""
     options = (
         *WORK,
         f"model.checkpoint={args.checkpoint}",
@@ -58,13 +57,19 @@ def run(args: argparse.Namespace, scratch: Path, name: str, steps: int) -> dict[
         f"train.steps={steps}",
         f"checkpoint.every={steps}",
         f"run.dir={run_dir}",
+        *further,
         *args.overrides,
     )
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(scratch / "cache")}
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(run_dir.parent / "cache")}
+    command = [sys.executable, "-m", "rljax", "train", *options]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def run(args: argparse.Namespace, scratch: Path, name: str, steps: int) -> dict[str, float]:
+    """Train for some steps in a process of its own and return what was measured."""
+    run_dir = scratch / name
     start = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rljax", "train", *options], env=environment, stdout=subprocess.PIPE, text=True
-    )
+    process = start_training(args, run_dir, steps)
     assert process.stdout is not None
     first = 0.0
     for line in process.stdout:

@@ -7,16 +7,14 @@ compiling among them; null where the goal was not reached.
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_step import WORK
+from grpo_step import start_training
 
 from rljax.telemetry.sinks import read_metrics
 
@@ -42,24 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, scratch: Path, seed: int) -> dict[str, float | int | None]:
     """Train in a process of its own until the goal is reached."""
-    options = (
-        *WORK,
-        f"model.checkpoint={args.checkpoint}",
-        f"model.compute_dtype={args.dtype}",
-        f"sampler.dtype={args.dtype}",
-        f"train.steps={args.steps}",
-        f"checkpoint.every={args.steps}",
-        f"run.dir={scratch / 'run'}",
-        f"run.seed={seed}",
-        *args.overrides,
-    )
     start = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rljax", "train", *options],
-        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(scratch / "cache")},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start_training(args, scratch / "run", args.steps, f"run.seed={seed}")
     assert process.stdout is not None
     reached, rows = None, []
     for line in process.stdout:
