@@ -8,6 +8,7 @@ import pytest
 
 from rljax.sampler.cache import BLOCK
 from rljax.sampler.engine import Engine
+from tests.compilations import compilations
 from tests.reference.generate import generate
 from tests.tiny_model import (
     ARCH,
@@ -160,15 +161,15 @@ def test_greedy_attempts_are_equal(engine: Engine) -> None:
 
 def test_after_an_abort_nothing_is_left_and_nothing_compiles_again(engine: Engine) -> None:
     expected = bits(run(engine, some_requests(4)))
-    programs = engine._fill._cache_size(), engine._decode._cache_size()
-    engine.submit(some_requests(12, seed=5))
-    engine.step()
-    engine.clear()
-    assert engine.pending == 0
-    assert engine.poll() == []
-    engine.step()
-    assert bits(run(engine, some_requests(4))) == expected
-    assert (engine._fill._cache_size(), engine._decode._cache_size()) == programs
+    with compilations() as found:
+        engine.submit(some_requests(12, seed=5))
+        engine.step()
+        engine.clear()
+        assert engine.pending == 0
+        assert engine.poll() == []
+        engine.step()
+        assert bits(run(engine, some_requests(4))) == expected
+    assert not found
 
 
 def test_requests_may_come_while_others_are_decoded(engine: Engine) -> None:
@@ -190,12 +191,14 @@ def test_a_stream_yields_all_tokens_in_order(engine: Engine) -> None:
     assert engine.pending == 0
 
 
-def test_the_programs_compile_once_per_size(engine: Engine) -> None:
-    run(engine, some_requests(12, 3))
-    run(engine, some_requests(2, 1, seed=1))
-    # Prompts of up to 16 and up to 24 tokens, and one or both arenas of prompts in use; whatever else this engine has done
-    # before changes nothing here.
-    assert (engine._fill._cache_size(), engine._decode._cache_size()) == (2, 2)
+def test_the_programs_compile_once_per_size() -> None:
+    engine = engine_of()
+    with compilations() as found:
+        for seed in range(2):
+            run(engine, some_requests(12, 3, seed=seed))
+            run(engine, some_requests(2, 1, seed=seed + 2))
+    # Prompts of up to 16 and up to 24 tokens, and one or both arenas of prompts in use.
+    assert (found["fill"], found["decode_chunk"]) == (2, 2)
 
 
 def test_bfloat16_is_sampled_in_bfloat16_and_repeats() -> None:

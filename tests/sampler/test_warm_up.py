@@ -1,32 +1,14 @@
 """The programs are a small declared set: after the warm-up nothing compiles, whatever lengths arrive."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from rljax.records import SamplingParams
 from rljax.sampler.shapes import ladder, least, shapes_of
+from tests.compilations import compilations
 from tests.tiny_model import ARCH, engine_of, request
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    found: list[str] = []
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        found.extend([event] * (event == COMPILED))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_after_the_warm_up_nothing_compiles() -> None:
@@ -34,7 +16,7 @@ def test_after_the_warm_up_nothing_compiles() -> None:
     engine = engine_of(**options, prefill_chunk=16, reuse_cache=True)
     with compilations() as found:
         assert engine.warm_up() == 7
-        assert len(found) == 7
+        assert found.total() == 7
     rng, asked = np.random.default_rng(0), 0
     with compilations() as found:
         while asked < 500 or engine.pending:
@@ -60,7 +42,7 @@ def test_after_the_warm_up_nothing_compiles() -> None:
                         continue
                 engine.release(key)
     assert engine.take_metrics()["cache/reused_fraction"] > 0.3
-    assert found == []
+    assert not found
 
 
 def test_requests_with_rules_are_warmed_up_too() -> None:
@@ -77,7 +59,7 @@ def test_requests_with_rules_are_warmed_up_too() -> None:
             while engine.pending:
                 engine.step()
                 engine.poll()
-    assert found == []
+    assert not found
 
 
 @pytest.mark.parametrize(
