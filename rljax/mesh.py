@@ -98,6 +98,12 @@ def row_axes() -> tuple[str, ...]:
     return DATA_AXES[1:]
 
 
+def axis_size(axis: str) -> int:
+    """Return the size of an axis of the mesh in use; 1 when none is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else mesh.shape[axis]
+
+
 def constrain(x: Array, *spec: Any) -> Array:
     """Pin the layout of an intermediate array when a mesh is in use; without one, return it as it is."""
     if jax.sharding.get_abstract_mesh().empty:
@@ -117,8 +123,7 @@ def by_replica(loop: Callable[[Any, Any], tuple[Any, Any, Any]], whole: Any, row
         whole: What all replicas share.
         rows: What they split: arrays [m, r, ...], rows along their second dim; those with fewer dims are shared.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    replicas = 1 if mesh.empty else mesh.shape["replica"]
+    replicas = axis_size("replica")
     if replicas == 1:
         return loop(whole, rows)
 

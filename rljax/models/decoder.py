@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rljax.mesh import constrain, row_axes
+from rljax.mesh import axis_size, constrain, row_axes
 from rljax.models.arch import Arch, Rope
-from rljax.models.attention import AttentionOptions, attend, segment_mask, soft_cap
+from rljax.models.attention import AttentionOptions, attend, attend_in_order, segment_mask, soft_cap
 from rljax.models.block import INPUTS, Attention, Block, KeyValue, LayerKind, Tables, layer_kinds, rms_norm, rope_table
 from rljax.models.lora import detach
 from rljax.models.moe import Routing
@@ -119,8 +119,8 @@ class Decoder(nnx.Module):
         """Run the decoder over whole sequences.
 
         A token sees the tokens of its own segment, and of the segment that `parents` names for it (a
-        prompt that several continuations share), at its own or an earlier position; segment 0 is padding, whose outputs
-        are finite and mean nothing. A layer's window
+        prompt that several continuations share), at its own or an earlier position and place in the row; segment 0 is
+        padding, whose outputs are finite and mean nothing. A layer's window
         hides the positions before it. Products are made in `dtype` with float32 sums, everything between them in
         float32. `remat` is what the backward pass recomputes: nothing, all but the large products (`dots`), or every
         block (`full`). `dropout` is that of an adapter with random keys, see `lora.attach`.
@@ -131,11 +131,13 @@ class Decoder(nnx.Module):
         arch = self.arch
         windows = {kind.attention.window for kind in layer_kinds(arch)}
         masks = {window: segment_mask(positions, segments, parents, window) for window in windows}
+        # Over `context` each device has some queries of every row, and parts of a row would leave most of them idle.
+        over_row = attend if axis_size("context") > 1 else attend_in_order
 
         def attention(
             query: Array, fresh: KeyValue, _: None, options: AttentionOptions, sinks: Array | None
         ) -> tuple[Array, KeyValue]:
-            return attend(query, *fresh, masks[options.window], options, sinks), fresh
+            return over_row(query, *fresh, masks[options.window], options, sinks), fresh
 
         tables, hidden = Tables(self._ropes(positions), attention, dropout), self._embedded(tokens, dtype)
         if isinstance(self.layers, Block):
