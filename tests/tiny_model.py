@@ -191,9 +191,7 @@ def gradient(state: TrainState) -> Params:
 
 
 @cache
-def warm_engine(
-    mesh: str = "one", dtype: str = "float32", weights_dtype: str = "as-is", cache_dtype: str = "as-is"
-) -> Engine:
+def warm_engine(mesh: str = "one", dtype: str = "float32", weights_dtype: str = "as-is", cache_dtype: str = "as-is") -> Engine:
     """Return an engine that other tests have used: its programs are compiled, its slots hold what they left."""
     return engine_of(mesh, dtype=dtype, weights_dtype=weights_dtype, cache_dtype=cache_dtype)
 
