@@ -102,9 +102,8 @@ def test_no_array_of_a_quantised_weight_outlives_its_product() -> None:
 
 def test_no_array_of_a_quantised_cache_is_carried_from_token_to_token() -> None:
     plain, small = (programs("tensor", cache_dtype=kind)["decode"] for kind in ("as-is", "int8"))
-    pools = [
-        pool for layer in warm_engine("tensor", cache_dtype="int8")._state.cache for pool in (layer.own[0], layer.prompt[0])
-    ]
+    cache = warm_engine("tensor", cache_dtype="int8")._state.cache
+    pools = [arenas[0] for layer in cache for arenas in layer]  # what the tables of this program cover
     codes = sum(part.addressable_shards[0].data.size for pool in pools for part in (pool.key, pool.value))
     assert carried(small, "s8") == codes > 0 == carried(plain, "s8")
     assert carried(small, "f32") == carried(plain, "f32") - codes + codes // ARCH.head_dim

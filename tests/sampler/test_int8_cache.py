@@ -1,6 +1,6 @@
 """With keys and values in 8 bits, whatever the cache goes through, rollouts are those of a forward pass that rounds them."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -67,7 +67,7 @@ def test_a_group_on_a_prompt_in_pieces_is_that_of_the_rounded_forward() -> None:
         wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), host_params())
         for kept, atol in ((decoder.in_int8, ONE_CODE), (decoder.as_is, 0.0)):
             expected = decoder.logprobs(ARCH, wide, np.array([LONG[:length]]), 1.0, kept=kept)[0]
-            error = np.abs(done[group[0].ticket].prompt_logp[1:] - expected)
+            error = np.abs(np.asarray(done[group[0].ticket].prompt_logp)[1:] - expected)
             assert (error <= atol).all() or (kept is decoder.as_is and error.mean() > 1e-3)
     assert sum(clear) > len(clear) / 3
 
@@ -120,7 +120,7 @@ def test_new_weights_round_anew() -> None:
         engine().set_weights(published(engine(), host_params()), 0)
 
 
-def by_hand(x: np.ndarray) -> np.ndarray:
+def by_hand(x: jax.Array) -> np.ndarray:
     return np.asarray(decoder.in_int8(np.asarray(x, np.float64)))
 
 
@@ -139,23 +139,20 @@ def test_attention_to_codes_is_attention_to_what_they_stand_for(cap: float | Non
     codes = jax.jit(in_int8)(KeyValue(keys, values))
     assert codes.scales is not None
     assert (codes.key.dtype, codes.scales.key.dtype, codes.scales.key.shape) == (jnp.int8, jnp.float32, (n, k, t))
-    wide, (exact_keys, exact_values) = (
-        np.asarray(query, np.float64),
-        (by_hand(np.asarray(x, np.float64)) for x in (keys, values)),
-    )
-    scores = np.einsum("nskmc,nktc->nskmt", wide, exact_keys) * 0.3
+    scores = np.einsum("nskmc,nktc->nskmt", np.asarray(query, np.float64), by_hand(keys)) * 0.3
     scores = scores if cap is None else cap * np.tanh(scores / cap)
     weights = np.exp(scores) * np.asarray(mask)[:, :, None, None]
-    expected = np.einsum("nskmt,nktc->nskmc", weights / weights.sum(-1, keepdims=True), exact_values)
+    expected = np.einsum("nskmt,nktc->nskmc", weights / weights.sum(-1, keepdims=True), by_hand(values))
     atol = ROUNDING[dtype] * np.abs(expected).max()
-    whole = jax.jit(lambda *inputs: attend(*inputs[:4], options, None, inputs[4]))
-    found = whole(query, codes.key, codes.value, mask, codes.scales)
+    whole = jax.jit(lambda query, seen: attend(query, seen.key, seen.value, mask, options, scales=seen.scales))
+    found = whole(query, codes)
     assert found.dtype == dtype
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=atol)
-    block = jax.jit(lambda *inputs: attend_part(*inputs[:4], options, inputs[4]))
     readers = query.transpose(0, 2, 1, 3, 4)  # [n, k, g, m, c]
-    part = block(readers, codes.key.swapaxes(2, 3), codes.value, mask, codes.scales)
+    part = jax.jit(partial(attend_part, options=options))(
+        readers, codes.key.swapaxes(2, 3), codes.value, mask, scales=codes.scales
+    )
     joined = np.asarray(part.out / part.total[..., None], np.float64).transpose(0, 2, 1, 3, 4)
     np.testing.assert_allclose(joined, expected, rtol=0, atol=atol)
     worse = Scales(codes.scales.key, codes.scales.value.at[1, 0, 3].set(jnp.nan))
-    assert not np.isfinite(whole(query, codes.key, codes.value, mask, worse)).all(), "what is not finite shows"
+    assert not np.isfinite(whole(query, codes._replace(scales=worse))).all(), "what is not finite shows"
