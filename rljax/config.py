@@ -145,6 +145,11 @@ class SamplerConfig(Section):
         "How the sampler keeps projections and experts: in sampler.dtype, or as 8-bit integers with a scale per output. The "
         "policy that samples is then another one than the learner's: see the metrics gap/*.",
     )
+    cache_dtype: Literal["as-is", "int8"] = option(
+        "as-is",
+        "How the sampler keeps keys and values: in sampler.dtype (float32 on CPUs), or as 8-bit integers with a scale for each "
+        "token, layer and head. The policy that samples is then another one than the learner's: see the metrics gap/*.",
+    )
     lora: Literal["merged", "separate"] = option(
         "merged",
         "An adapter is published inside a merged copy of the weights, or on its own beside a copy that is made once.",

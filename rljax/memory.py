@@ -84,7 +84,10 @@ def estimate(config: Config, learner: Learner, engine: Engine) -> Estimate:
         "reference": (_reference(config, learner), ("algorithm.beta", "model.param_dtype")),
         "critic": (0 if state.critic is None else bytes_per_device(state.critic), ("algorithm.advantage", "mesh.fsdp")),
         "sampler's weights": (_published(config, learner), ("sampler.dtype", "sampler.weights_dtype", "mesh.tensor")),
-        "sampler's cache": (engine.num_bytes, ("sampler.cache_tokens", "sampler.slots", "sampler.dtype")),
+        "sampler's cache": (
+            engine.num_bytes,
+            ("sampler.cache_tokens", "sampler.cache_dtype", "sampler.slots", "sampler.dtype"),
+        ),
         "activations of a micro-batch": (
             activation_bytes(learner),
             ("train.micro_batch_size_per_device", *(("model.remat",) if model.remat != "full" else ()), "train.pack_length"),

@@ -384,6 +384,13 @@ def test_a_run_whose_sampler_is_quantised_shows_the_gap_and_continues_exactly(
     assert effective[1] < 1 - 1e-8 < effective[0], "the weights against the sampler are no longer 1"
 
 
+def test_a_run_whose_cache_is_quantised_shows_the_gap(trained: tuple[TrainResult, list[str]], tmp_path: Path) -> None:
+    train(config(tmp_path / "run", "train.steps=2", "data.num_tasks=4", "sampler.cache_dtype=int8"))
+    plain, small = step_metrics(trained[0].run_dir), step_metrics(tmp_path / "run")
+    for step, row in small.items():
+        assert 30 * plain[step]["gap/logp_mean"] < row["gap/logp_mean"] < 0.1
+
+
 def test_an_evaluation_has_the_codes_of_the_run(tmp_path: Path) -> None:
-    small = config(tmp_path / "run", "sampler.weights_dtype=int8", "sampler.dtype=bfloat16", "eval.num_tasks=4")
-    assert evaluate(small).tasks == 4
+    types = ("sampler.weights_dtype=int8", "sampler.cache_dtype=int8", "sampler.dtype=bfloat16")
+    assert evaluate(config(tmp_path / "run", *types, "eval.num_tasks=4")).tasks == 4

@@ -75,6 +75,11 @@ def test_what_stays_is_counted_exactly() -> None:
     small = learner_of("tensor", sampler={"weights_dtype": "int8"})
     parts = {part.name: part.size for part in estimate(small.config, small, engine).parts}
     assert parts["sampler's weights"] == held(published(engine, host_params(), weights_dtype="int8"))
+    eighth = engine_of("tensor", cache_dtype="int8")
+    parts = {part.name: part.size for part in estimate(learner.config, learner, eighth).parts}
+    assert parts["sampler's cache"] == held(eighth._state)
+    keys_and_values = held(engine._state.cache) // 4  # numbers, with a scale of four bytes for each head's channels
+    assert held(eighth._state.cache) == keys_and_values + 4 * keys_and_values // ARCH.head_dim
 
 
 def test_a_critic_a_moving_reference_and_smaller_moments_are_counted() -> None:

@@ -191,9 +191,9 @@ def gradient(state: TrainState) -> Params:
 
 
 @cache
-def warm_engine(mesh: str = "one", dtype: str = "float32", weights_dtype: str = "as-is") -> Engine:
+def warm_engine(mesh: str = "one", dtype: str = "float32", weights_dtype: str = "as-is", cache_dtype: str = "as-is") -> Engine:
     """Return an engine that other tests have used: its programs are compiled, its slots hold what they left."""
-    return engine_of(mesh, dtype=dtype, weights_dtype=weights_dtype)
+    return engine_of(mesh, dtype=dtype, weights_dtype=weights_dtype, cache_dtype=cache_dtype)
 
 
 def engine_of(
@@ -201,6 +201,7 @@ def engine_of(
     *,
     dtype: str = "float32",
     weights_dtype: str = "as-is",
+    cache_dtype: str = "as-is",
     slots: int = 8,
     max_prompt_length: int = 24,
     max_completion_length: int = 16,
@@ -231,6 +232,7 @@ def engine_of(
         reuse_cache=reuse_cache,
         batch_invariant=batch_invariant,
         dtype=dtype,
+        cache_dtype=cache_dtype,
         logprobs=logprobs,
         open_text=open_text,
     )

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Num
+
+from rljax.models.int8 import kept_small
 
 _MASKED = -1e30  # finite, so that a row with nothing to attend to stays free of NaN
 _TOGETHER = 128  # queries, so that their scores stay in a core's cache
@@ -32,6 +34,13 @@ class AttentionOptions:
     """Latest positions, its own included, that a query sees (tokens); None for all."""
     soft_cap: float | None = None
     """Bound of the scores: cap * tanh(score / cap)."""
+
+
+class Scales(NamedTuple):
+    """What the codes of keys and values are multiplied with, where they are 8-bit integers: a factor per position and head."""
+
+    key: Float32[Array, "*b t"]
+    value: Float32[Array, "*b t"]
 
 
 class Part(NamedTuple):
@@ -72,39 +81,46 @@ def segment_mask(
 
 def attend(
     query: Float[Array, "b s k m c"],
-    key: Float[Array, "b k t c"],
-    value: Float[Array, "b k t c"],
+    key: Num[Array, "b k t c"],
+    value: Num[Array, "b k t c"],
     mask: Bool[Array, "b s t"],
     options: AttentionOptions,
     sinks: Float[Array, "k m"] | None = None,
+    scales: Scales | None = None,
 ) -> Float[Array, "b s k m c"]:
     """Attend from each query to the keys its mask shows; the mask knows the options' window already.
 
     softmax(scale q k) v, the softmax in float32 (arXiv:1706.03762 eq. 1, grouped as in arXiv:2305.13245), scores bounded
     by the soft cap if there is one. `sinks` holds one more score per query head, which takes its share of the softmax
     and has no value (arXiv:2309.17453). A query that may see nothing returns something finite that is never used.
-    Products are made in the type of the keys, which a cache may hold in a wider type than the queries.
+    Products are made in the type of the keys, which a cache may hold in a wider type than the queries; with codes and
+    `scales`, in the type of the queries.
     """
     b, s, k, m, c = query.shape
     # Queries of one key-value head become rows of one product.
-    rows = jnp.moveaxis(query, 1, 3).reshape(b, k, m * s, c).astype(key.dtype)
+    rows, key, value = _factors(jnp.moveaxis(query, 1, 3).reshape(b, k, m * s, c), key, value, scales)
     products = jnp.einsum("bknc,bktc->bknt", rows, key, preferred_element_type=jnp.float32)
+    if scales is not None:
+        products = products * scales.key[:, :, None]
     scores = _scores(products, jnp.tile(mask, (1, m, 1))[:, None], options)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:
         weights = _softmax_with_sink(scores, jnp.repeat(sinks.astype(jnp.float32), s, axis=1)[None, :, :, None])
+    if scales is not None:
+        weights = weights * scales.value[:, :, None]
     out = jnp.einsum("bknt,bktc->bknc", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
     return jnp.moveaxis(out.reshape(b, k, m, s, c), 3, 1).astype(query.dtype)
 
 
 def attend_in_order(
     query: Float[Array, "b s k m c"],
-    key: Float[Array, "b k s c"],
-    value: Float[Array, "b k s c"],
+    key: Num[Array, "b k s c"],
+    value: Num[Array, "b k s c"],
     mask: Bool[Array, "b s s"],
     options: AttentionOptions,
     sinks: Float[Array, "k m"] | None = None,
+    scales: Scales | None = None,
 ) -> Float[Array, "b s k m c"]:
     """Attend as `attend` does, where no query sees a later place of its row: a few queries at a time, to the keys up to them.
 
@@ -114,19 +130,22 @@ def attend_in_order(
     s = query.shape[1]
     together = max(_TOGETHER, -(-s // _MOST_PARTS))
     ends = [*range(together, s, together), s]
-    parts = [
-        attend(query[:, start:end], key[:, :, :end], value[:, :, :end], mask[:, start:end, :end], options, sinks)
-        for start, end in zip([0, *ends], ends, strict=False)
-    ]
+
+    def part(start: int, end: int) -> Array:
+        keys, values, factors = jax.tree.map(lambda x: x[:, :, :end], (key, value, scales))
+        return attend(query[:, start:end], keys, values, mask[:, start:end, :end], options, sinks, factors)
+
+    parts = [part(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     return jnp.concatenate(parts, axis=1)
 
 
 def attend_part(
     query: Float[Array, "n k *g m c"],
-    key: Float[Array, "n k c t"],
-    value: Float[Array, "n k t c"],
+    key: Num[Array, "n k c t"],
+    value: Num[Array, "n k t c"],
     visible: Bool[Array, "n g t"],
     options: AttentionOptions,
+    scales: Scales | None = None,
 ) -> Part:
     """Attend from the queries of each row to the few keys of the row, and leave the division to `join_parts`.
 
@@ -136,14 +155,18 @@ def attend_part(
         value: Values.
         visible: Which keys each reader sees; it knows the options' window already.
         options: Scale and bound of the scores.
+        scales: Those of keys and values that are codes.
     """
     n, k, *g, m, c = query.shape
-    rows = query.reshape(n, k, -1, c).astype(key.dtype)
+    rows, key, value = _factors(query.reshape(n, k, -1, c), key, value, scales)
     products = jnp.einsum("nkrc,nkct->nkrt", rows, key, preferred_element_type=jnp.float32)
+    if scales is not None:
+        products = products * scales.key[:, :, None]
     scores = _scores(products, jnp.repeat(visible, m, axis=1)[:, None], options)
     top = jnp.max(scores, axis=-1)
     weights = jnp.exp(scores - top[..., None])
-    out = jnp.einsum("nkrt,nktc->nkrc", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    shares = weights if scales is None else weights * scales.value[:, :, None]
+    out = jnp.einsum("nkrt,nktc->nkrc", shares.astype(value.dtype), value, preferred_element_type=jnp.float32)
     return Part(out.reshape(n, k, *g, m, c), top.reshape(n, k, *g, m), jnp.sum(weights, axis=-1).reshape(n, k, *g, m))
 
 
@@ -173,6 +196,20 @@ def join_parts(
 def soft_cap(x: Float[Array, "*b"], cap: float) -> Float[Array, "*b"]:
     """Return cap * tanh(x / cap) (arXiv:2408.00118 section 2)."""
     return cap * jnp.tanh(x / cap)
+
+
+def _factors(
+    rows: Float[Array, "b k n c"], key: Num[Array, "b k *x"], value: Num[Array, "b k *y"], scales: Scales | None
+) -> tuple[Float[Array, "b k n c"], Float[Array, "b k *x"], Float[Array, "b k *y"]]:
+    """Return queries, keys and values in the type of their products; codes as they are, for the scales come after the sum.
+
+    One scale belongs to one score, or to one weight, so neither keys nor values are ever multiplied with theirs.
+    """
+    if scales is None:
+        return rows.astype(key.dtype), key, value
+    # Else the codes of prompts, which no decode step changes, would become arrays before the loop, and be carried through it.
+    (key, value), rows = kept_small((key, value), rows)
+    return rows, key.astype(rows.dtype), value.astype(rows.dtype)
 
 
 def _scores(

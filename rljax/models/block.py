@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from rljax.matmul import matmul, product_outputs_first
 from rljax.models.arch import Arch, Rope
-from rljax.models.attention import AttentionOptions
+from rljax.models.attention import AttentionOptions, Scales
 from rljax.models.gates import gated
 from rljax.models.int8 import Int8Weight, int8_product
 from rljax.models.lora import low_rank
@@ -40,8 +40,10 @@ CONTRACTED: Mapping[str, Any] = {
 class KeyValue(NamedTuple):
     """Keys and values of one layer, or stacked over the layers along a leading dim."""
 
-    key: Float[Array, "*l b k t c"]
-    value: Float[Array, "*l b k t c"]
+    key: Num[Array, "*l b k t c"]
+    value: Num[Array, "*l b k t c"]
+    scales: Scales | None = None
+    """Of keys and values that are codes."""
 
 
 @dataclass(frozen=True, slots=True)

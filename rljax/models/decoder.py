@@ -115,6 +115,7 @@ class Decoder(nnx.Module):
         dropout: float = 0.0,
         choices: Int[Array, "l b s e"] | None = None,
         record_routing: bool = False,
+        stored: Callable[[KeyValue], KeyValue] | None = None,
     ) -> Forward:
         """Run the decoder over whole sequences.
 
@@ -127,6 +128,7 @@ class Decoder(nnx.Module):
 
         `record_routing` asks for what the routers decided; `choices`, recorded in another pass over the same tokens (one
         entry per layer with experts), sends the tokens to the same experts again; negative ones leave it to the router.
+        `stored` gives keys and values the form in which a cache keeps them, and in which all tokens then see them.
         """
         arch = self.arch
         windows = {kind.attention.window for kind in layer_kinds(arch)}
@@ -137,7 +139,8 @@ class Decoder(nnx.Module):
         def attention(
             query: Array, fresh: KeyValue, _: None, options: AttentionOptions, sinks: Array | None
         ) -> tuple[Array, KeyValue]:
-            return over_row(query, *fresh, masks[options.window], options, sinks), fresh
+            seen = fresh if stored is None else stored(fresh)
+            return over_row(query, seen.key, seen.value, masks[options.window], options, sinks, seen.scales), seen
 
         tables, hidden = Tables(self._ropes(positions), attention, dropout), self._embedded(tokens, dtype)
         if isinstance(self.layers, Block):

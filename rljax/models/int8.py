@@ -1,7 +1,8 @@
-"""Weights as 8-bit integers, one scale per output: what the sampler multiplies with when its weights are quantised.
+"""Numbers as 8-bit integers with scales: what the sampler multiplies with when its weights or its cache are quantised.
 
-Owns codes and scales of one weight in the sampler's layout, and the products with it. Refuses to own which weights of which
-copy are quantised (rollouts/weights.py), and the frozen base of an adapter (quantized.py), which is for the learner.
+Owns codes and scales, and the products with a weight in the sampler's layout. Refuses to own which weights of which copy are
+quantised (rollouts/weights.py), the form of the cache (sampler/cache.py) with the products of attention (attention.py), and
+the frozen base of an adapter (quantized.py), which is for the learner.
 
     W [outputs, inputs]  ->  codes [outputs, inputs] int8, scale [outputs] float32; experts [x, inputs, outputs], [x, outputs]
     y = (x codes^T) scale        an output has one scale, so it may as well be multiplied with the sum
@@ -54,7 +55,7 @@ def int8_product(
 
     Codes are exact in every type of x, so nothing is rounded that the product of arrays would not round.
     """
-    codes, x = _kept_small(codes, x)
+    codes, x = kept_small(codes, x)
     out = product_outputs_first(x, codes.astype(x.dtype))
     return out * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
 
@@ -70,11 +71,11 @@ def grouped_int8_product(
 
     `owner` says to which weight each row belongs; what it says of rows beyond all runs, which give 0, does not matter.
     """
-    codes, x = _kept_small(codes, x)
+    codes, x = kept_small(codes, x)
     out = jax.lax.ragged_dot(x, codes.astype(x.dtype), sizes, preferred_element_type=jnp.float32)
     return out * jnp.take(scale, owner, axis=0)
 
 
-def _kept_small(codes: Array, x: Array) -> tuple[Array, Array]:
+def kept_small(codes: Any, x: Array) -> tuple[Any, Array]:
     """Return the same, so that a compiler cannot turn codes into arrays before a loop over tokens, and keep those."""
     return jax.lax.optimization_barrier((codes, x))

@@ -73,6 +73,7 @@ def build_engine(config: Config, arch: Arch, mesh: Mesh, tokenizer: Tokenizer) -
         reuse_cache=sampler.reuse_cache,
         batch_invariant=sampler.batch_invariant,
         dtype=sampler.dtype,
+        cache_dtype=sampler.cache_dtype,
         record_routing=config.algorithm.routing_replay,
         open_text=tokenizer.decode_stream,
     )

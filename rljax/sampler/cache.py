@@ -7,18 +7,23 @@ Keys and values are stored in blocks of `BLOCK` positions, in two pools. A block
 and is read by every slot that continues it; a block of the *own* pool belongs to one slot. Each pool is a few arrays
 (arenas), each larger than those before it: blocks are handed out lowest first, and a decode step touches only as many
 arenas as are in use, so that its memory traffic follows real lengths rather than the longest possible ones.
+
+In a cache of 8-bit integers each key and each value has a scale, which is never applied to it but to its score or weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, UInt, UInt32
+from jaxtyping import Array, Float, Int, Num, UInt, UInt32
 
 from rljax.mesh import DATA_AXES, data_shards, sharding
 from rljax.models.arch import Arch
+from rljax.models.attention import Scales
+from rljax.models.block import KeyValue
+from rljax.models.int8 import to_int8
 from rljax.pytree import pytree, with_fields
 
 BLOCK = 32
@@ -29,10 +34,12 @@ _GROWTH = 4  # an arena is at most this many times all arenas before it
 class Blocks(NamedTuple):
     """One arena of one layer."""
 
-    key: Float[Array, "p k c t"]
+    key: Num[Array, "p k c t"]
     """Keys, positions last: the product with a query then runs along memory."""
-    value: Float[Array, "p k t c"]
+    value: Num[Array, "p k t c"]
     """Values."""
+    scales: Scales | None = None
+    """Of keys and values that are codes, [p, k, t] each."""
 
 
 class LayerCache(NamedTuple):
@@ -125,18 +132,20 @@ def empty_slots(
         prompt_arenas: Blocks per arena of the pool of prompts, on each data shard.
         own_arenas: The same for the pool of the slots' own tokens.
         outputs: Longest completion (tokens).
-        dtype: Type of the cache.
+        dtype: Type of the cache; int8 for codes with scales.
         mesh: Devices.
         record_routing: Whether there is room for the experts that tokens go to.
         logprobs: Most likely tokens that are reported at each position; None for no report.
     """
     shards, heads, channels = data_shards(mesh), arch.num_kv_heads, arch.head_dim
 
+    def blocks(size: int) -> Blocks:
+        key, value = ((shards * size, heads, *dims) for dims in ((channels, BLOCK), (BLOCK, channels)))
+        scales = Scales(*(jnp.zeros((*key[:2], BLOCK), jnp.float32) for _ in range(2))) if dtype == jnp.int8 else None
+        return Blocks(jnp.zeros(key, dtype), jnp.zeros(value, dtype), scales)
+
     def pool(arenas: Sequence[int]) -> tuple[Blocks, ...]:
-        sizes = [(shards * size, heads) for size in arenas]
-        return tuple(
-            Blocks(jnp.zeros((*size, channels, BLOCK), dtype), jnp.zeros((*size, BLOCK, channels), dtype)) for size in sizes
-        )
+        return tuple(map(blocks, arenas))
 
     def no_choices() -> Array | None:
         if not record_routing:
@@ -161,6 +170,17 @@ def empty_slots(
         return Slots(tuple(LayerCache(pool(prompt_arenas), pool(own_arenas)) for _ in range(arch.num_layers)), progress)
 
     return jax.jit(build, out_shardings=slots_sharding(mesh))()
+
+
+def stored_form(cache: Sequence[LayerCache]) -> Callable[[KeyValue], KeyValue] | None:
+    """Return how fresh keys and values become what this cache keeps; None where it keeps them as they are."""
+    return None if cache[0].own[0].scales is None else in_int8
+
+
+def in_int8(fresh: KeyValue) -> KeyValue:
+    """Return keys and values as the nearest multiples of max |x| / 127, the maximum over the channels of each."""
+    key, value = (to_int8(x, (-1,)) for x in (fresh.key, fresh.value))
+    return KeyValue(key.codes, value.codes, Scales(key.scale, value.scale))
 
 
 def _empty_report(slots: int, outputs: int, logprobs: int) -> Report:

@@ -7,6 +7,7 @@ included, is made by the same code.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from rljax.models.block import KeyValue
 from rljax.models.decoder import logits, merge
 from rljax.models.moe import Routing
 from rljax.pytree import Params, pytree
-from rljax.sampler.cache import LayerCache, Progress, Report, Slots
+from rljax.sampler.cache import LayerCache, Progress, Report, Slots, stored_form
 from rljax.sampler.draw import Rules, draw, end_ids, likely, reshaped, uniforms
 from rljax.sampler.paged import Pieces, Tables, paged_attention, pieces_attention, store_prompts
 
@@ -62,15 +63,16 @@ class Starts:
 def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Prompts) -> tuple[Slots, UInt[Array, "a s l e"] | None]:
     """Compute the prompts' keys and values and store them in their blocks; return the experts of their tokens, too.
 
-    The experts are None where `slots` has no room for such records.
+    The experts are None where `slots` has no room for such records. Tokens see keys and values as they are stored, as those
+    of a continued prompt and of decode steps do.
     """
-    positions, segments = _places(new.tokens, new.lengths)
-    record = slots.progress.out_choices is not None
-    out = merge(arch, params).forward(new.tokens, positions, segments, dtype=params["embed"].dtype, record_routing=record)
+    record, dtype = slots.progress.out_choices is not None, params["embed"].dtype
+    rows = (new.tokens, *_places(new.tokens, new.lengths))
+    out = merge(arch, params).forward(*rows, dtype=dtype, record_routing=record, stored=stored_form(slots.cache))
     assert not isinstance(out.seen, KeyValue), "the sampler's parameters are in the separate layout"
-    heads, rows = PartitionSpec(DATA_AXES, "tensor"), PartitionSpec(DATA_AXES)
+    heads, data = PartitionSpec(DATA_AXES, "tensor"), PartitionSpec(DATA_AXES)
     # Rows and the blocks they fill lie on the same data shard, so nothing leaves it.
-    store = jax.shard_map(store_prompts, mesh=mesh, in_specs=(heads, heads, rows), out_specs=heads)
+    store = jax.shard_map(store_prompts, mesh=mesh, in_specs=(heads, heads, data), out_specs=heads)
     cache = tuple(
         LayerCache(store(layer.prompt, prompts, new.blocks), layer.own)
         for layer, prompts in zip(slots.cache, out.seen, strict=True)
@@ -92,15 +94,20 @@ def _choices(arch: Arch, routing: Routing | None) -> UInt[Array, "a s l e"] | No
     return jnp.moveaxis(routing.choices, 0, 2).astype(arch.experts.choice_dtype)
 
 
-def score_prompts(arch: Arch, params: Params, tokens: Int[Array, "a s"], lengths: Int[Array, " a"]) -> Float[Array, "a s"]:
+def score_prompts(
+    arch: Arch,
+    stored: Callable[[KeyValue], KeyValue] | None,
+    params: Params,
+    tokens: Int[Array, "a s"],
+    lengths: Int[Array, " a"],
+) -> Float[Array, "a s"]:
     """Return each token's log-probability given those before it, under the model itself (nats); NaN for a row's first.
 
-    Entries beyond a row's length mean nothing.
+    Entries beyond a row's length mean nothing. `stored` is the form of the cache: see `cache.stored_form`.
     """
-    decoder, (positions, segments) = merge(arch, params), _places(tokens, lengths)
-    hidden, _ = decoder(tokens, positions, segments, dtype=params["embed"].dtype)
+    decoder, rows = merge(arch, params), (tokens, *_places(tokens, lengths))
     logp, _ = token_logprobs(
-        hidden[:, :-1],
+        decoder.forward(*rows, dtype=params["embed"].dtype, stored=stored).hidden[:, :-1],
         decoder.head_table,
         tokens[:, 1:],
         temperature=1.0,

@@ -29,7 +29,7 @@ from rljax.models.arch import Arch
 from rljax.pytree import Params
 from rljax.records import Completion, SamplingParams, TopTokens
 from rljax.sampler.blocks import Ledger, Pool, blocks_for, empty_tables
-from rljax.sampler.cache import Report, Slots, empty_slots, slots_sharding
+from rljax.sampler.cache import Report, Slots, empty_slots, slots_sharding, stored_form
 from rljax.sampler.decode import Prompts, Starts, decode_chunk, extend, fill, score_prompts, start
 from rljax.sampler.draw import Rules
 from rljax.sampler.paged import Pieces, Tables
@@ -69,6 +69,7 @@ class Engine:
         reuse_cache: bool = False,
         batch_invariant: bool = False,
         dtype: Any,
+        cache_dtype: str = "as-is",
         record_routing: bool = False,
         logprobs: int | None = None,
         open_text: Callable[[], TextStream] | None = None,
@@ -89,7 +90,8 @@ class Engine:
             prefill_chunk: Tokens of one prompt that are computed between two chunks of decode steps; default: all of it.
             reuse_cache: Whether caches are parked under the requests' cache keys. The pool of own tokens is larger then.
             batch_invariant: Whether every decode step has one shape, so that what else runs changes no bit of a rollout.
-            dtype: Type of parameters and products, and of the cache except on CPUs, where it is float32.
+            dtype: Type of parameters and products, and of a cache as it is except on CPUs, where that is float32.
+            cache_dtype: How keys and values are kept: `as-is`, or `int8`, as codes with a scale each.
             record_routing: Whether completions tell to which experts their tokens went.
             logprobs: Most likely tokens that requests may have reported; None for no report. Every step pays for it.
             open_text: Opens a stream from the tokens of one completion to text; stop strings need it.
@@ -112,7 +114,7 @@ class Engine:
         self._schedule = Schedule(ledgers, per_shard, decode_chunk_steps, chunk, reuse_cache)
         self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
         self._ends, self._row_sharding = frozenset(stop_ids), sharding(mesh, DATA_AXES)
-        self._logprobs, self._open_text, kind = logprobs, open_text, _cache_dtype(mesh, dtype)
+        self._logprobs, self._open_text, kind = logprobs, open_text, _cache_dtype(mesh, dtype, cache_dtype)
         self._state: Slots = empty_slots(arch, slots, *pools, max_completion_length, kind, mesh, record_routing, logprobs)
         # The slots are donated: a program that copied the cache instead of updating it would double the memory.
         both = layout, _ = slots_sharding(mesh), self._row_sharding
@@ -120,7 +122,7 @@ class Engine:
         self._extend = jax.jit(partial(extend, arch, mesh), donate_argnums=1, out_shardings=both)
         self._start = jax.jit(start, donate_argnums=0, out_shardings=layout.progress)
         self._decode = jax.jit(partial(decode_chunk, arch, mesh, decode_chunk_steps), donate_argnums=1, out_shardings=layout)
-        self._score = jax.jit(partial(score_prompts, arch))
+        self._score = jax.jit(partial(score_prompts, arch, stored_form(self._state.cache)))
         self._params, self._version = None, -1
         self._rules: tuple[dict[int, SamplingParams], Rules] | None = None  # who asks for what, and the same on the device
 
@@ -448,7 +450,10 @@ def _refuse_unfit(arch: Arch, slots: int, shards: int, stop_ids: Sequence[int], 
         raise ValueError("no token ends a completion; set eos_token_id in the checkpoint's generation_config.json")
 
 
-def _cache_dtype(mesh: Mesh, dtype: Any) -> jnp.dtype:
+def _cache_dtype(mesh: Mesh, dtype: Any, kept: str) -> jnp.dtype:
+    assert kept in ("as-is", "int8"), kept
+    if kept == "int8":
+        return jnp.dtype("int8")
     # XLA:CPU writes into a bfloat16 array by converting all of it to float32 and back.
     return jnp.dtype("float32" if mesh.devices.flat[0].platform == "cpu" else dtype)
 

@@ -14,6 +14,8 @@ which blocks it was given changes no bit of the result.
 
 A continued prefill has many new tokens in few rows. It first stores them and then gathers all keys and values of its rows:
 a copy that is small against the products with the weights.
+
+Both attend to what is stored, so that it makes no difference to later tokens when a key or value was computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +29,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.mesh import DATA_AXES
 from rljax.models.arch import Arch
-from rljax.models.attention import AttentionOptions, Part, attend, attend_part, join_parts, position_mask
+from rljax.models.attention import AttentionOptions, Part, Scales, attend, attend_part, join_parts, position_mask
 from rljax.models.block import Attention, KeyValue, layer_kinds
 from rljax.pytree import pytree
-from rljax.sampler.cache import BLOCK, Blocks, LayerCache
+from rljax.sampler.cache import BLOCK, Blocks, LayerCache, stored_form
 
 _ROWS, _HEADS = PartitionSpec(DATA_AXES), PartitionSpec(DATA_AXES, "tensor")
 
@@ -211,13 +213,15 @@ def _attend(
     """Write the fresh keys and values into the slots' own blocks and attend, on one data shard."""
     now, visible = query[:, 0], plan.visible[str(options.window)]
     # A slot that has no block for its token stores nothing.
-    own = _store(cache.own, plan.block, fresh.key[:, :, 0], fresh.value[:, :, 0], plan.offset)
+    own = _store(cache.own, plan.block, jax.tree.map(lambda x: x[:, :, 0], _as_kept(cache, fresh)), plan.offset)
     parts: list[Part] = []
     for arena, blocks in _used(own, len(plan.own_slot)):
-        parts.append(attend_part(now[plan.own_slot[blocks]], arena.key, arena.value, visible.own[blocks], options))
+        reader = now[plan.own_slot[blocks]]
+        parts.append(attend_part(reader, arena.key, arena.value, visible.own[blocks], options, arena.scales))
     for arena, blocks in _used(cache.prompt, len(plan.prompt_slot)):
         readers = jnp.swapaxes(now[plan.prompt_slot[blocks]], 1, 2)  # [p, k, g, m, c]
-        parts.append(_apart(attend_part(readers, arena.key, arena.value, visible.prompt[blocks], options)))
+        part = attend_part(readers, arena.key, arena.value, visible.prompt[blocks], options, arena.scales)
+        parts.append(_apart(part))
     return join_parts(parts, plan.parts, sinks).astype(query.dtype)[:, None], LayerCache(cache.prompt, own)
 
 
@@ -231,26 +235,34 @@ def _attend_gathered(
 ) -> tuple[Float[Array, "a s k m c"], LayerCache]:
     """Write the fresh keys and values into their blocks and attend to all of the row's blocks, on one data shard."""
     first_own = sum(len(arena.key) for arena in cache.prompt)
-    key, value = (jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in fresh)
-    prompt = _store(cache.prompt, plan.block, key, value, plan.offset)
-    own = _store(cache.own, plan.block - first_own, key, value, plan.offset)
-    keys, values = _gathered((*prompt, *own), plan.blocks)
-    return attend(query, keys, values, plan.visible[str(options.window)], options, sinks), LayerCache(prompt, own)
+    new = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:]), _as_kept(cache, fresh))
+    prompt = _store(cache.prompt, plan.block, new, plan.offset)
+    own = _store(cache.own, plan.block - first_own, new, plan.offset)
+    seen, visible = _gathered((*prompt, *own), plan.blocks), plan.visible[str(options.window)]
+    return attend(query, seen.key, seen.value, visible, options, sinks, seen.scales), LayerCache(prompt, own)
+
+
+def _as_kept(cache: LayerCache, fresh: KeyValue) -> KeyValue:
+    """Return fresh keys and values as the cache keeps them."""
+    form = stored_form([cache])
+    return fresh if form is None else form(fresh)
 
 
 def _gathered(arenas: Sequence[Blocks], blocks: Int[Array, "a q"]) -> KeyValue:
     """Return the keys and values of each row's blocks, in their order; zeros for those that are none."""
-    first, (a, q) = 0, blocks.shape
-    key = value = jnp.float32(0)
+    first, (a, q), found = 0, blocks.shape, None
     for arena in arenas:
         at = _within(blocks, first, len(arena.key))
+        part = jax.tree.map(lambda x, at=at: x.at[at].get(mode="fill", fill_value=0), arena)
         # Every block lies in one arena and is zero in the others, so the sum is exact.
-        found = [x.at[at].get(mode="fill", fill_value=0) for x in arena]
-        key, value = found if first == 0 else [key + found[0], value + found[1]]
+        found = part if found is None else jax.tree.map(jnp.add, found, part)
         first += len(arena.key)
-    k, c, t = key.shape[2:]
+    assert found is not None, "there is an arena"
+    k, c, t = found.key.shape[2:]
     return KeyValue(
-        key.transpose(0, 2, 1, 4, 3).reshape(a, k, q * t, c), value.transpose(0, 2, 1, 3, 4).reshape(a, k, q * t, c)
+        found.key.transpose(0, 2, 1, 4, 3).reshape(a, k, q * t, c),
+        found.value.transpose(0, 2, 1, 3, 4).reshape(a, k, q * t, c),
+        jax.tree.map(lambda scale: scale.transpose(0, 2, 1, 3).reshape(a, k, q * t), found.scales),
     )
 
 
@@ -272,27 +284,38 @@ def _used(arenas: tuple[Blocks, ...], blocks: int) -> list[tuple[Blocks, slice]]
 
 def store_prompts(arenas: tuple[Blocks, ...], prompts: KeyValue, blocks: Int[Array, "a i"]) -> tuple[Blocks, ...]:
     """Store whole prompts, given as rows, in the blocks named for them; -1 drops a part. On one data shard."""
-    key, value = prompts.key, prompts.value
-    a, k, s, c = key.shape
+    a, k, s, c = prompts.key.shape
     missing = blocks.shape[1] * BLOCK - s
-    key, value = (jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))).reshape(a, k, -1, BLOCK, c) for x in (key, value))
+
+    def split(x: Array) -> Array:
+        rest = [(0, 0)] * (x.ndim - 3)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, missing), *rest)).reshape(a, k, -1, BLOCK, *x.shape[3:])
+
+    key, value, scales = jax.tree.map(split, prompts)
     keys = key.transpose(0, 2, 1, 4, 3).reshape(-1, k, c, BLOCK)
     values = value.transpose(0, 2, 1, 3, 4).reshape(-1, k, BLOCK, c)
-    return _store(arenas, blocks.reshape(-1), keys, values)
+    scales = jax.tree.map(lambda scale: scale.transpose(0, 2, 1, 3).reshape(-1, k, BLOCK), scales)
+    return _store(arenas, blocks.reshape(-1), KeyValue(keys, values, scales))
 
 
 def _store(
-    arenas: tuple[Blocks, ...], block: Int[Array, " n"], key: Array, value: Array, offset: Int[Array, " n"] | None = None
+    arenas: tuple[Blocks, ...], block: Int[Array, " n"], new: KeyValue, offset: Int[Array, " n"] | None = None
 ) -> tuple[Blocks, ...]:
     """Store keys and values in the blocks named for them, whole blocks or, with offsets, one position each; -1 drops one."""
     stored, first = [], 0
     for arena in arenas:
         at = _within(block, first, len(arena.key))
-        keys, values = arena.key.at[at], arena.value.at[at]
-        if offset is not None:
-            keys, values = arena.key.at[at, :, :, offset], arena.value.at[at, :, offset]
-        both = ((keys, key, arena.key.dtype), (values, value, arena.value.dtype))
-        stored.append(Blocks(*(place.set(new.astype(dtype), mode="drop") for place, new, dtype in both)))
+
+        def put(held: Array, fresh: Array, between: int, at: Array = at) -> Array:
+            # So many dims lie between that of blocks and that of positions.
+            place = held.at[at] if offset is None else held.at[(at, *[slice(None)] * between, offset)]
+            return place.set(fresh.astype(held.dtype), mode="drop")
+
+        scales = None
+        if arena.scales is not None:
+            assert new.scales is not None, "codes come with scales"
+            scales = Scales(put(arena.scales.key, new.scales.key, 1), put(arena.scales.value, new.scales.value, 1))
+        stored.append(Blocks(put(arena.key, new.key, 2), put(arena.value, new.value, 1), scales))
         first += len(arena.key)
     return tuple(stored)
 

@@ -63,6 +63,7 @@ CHANGES = {
     "sampler.max_completion_length=7": "",
     "sampler.dtype=bfloat16": "",
     "sampler.weights_dtype=int8": "",
+    "sampler.cache_dtype=int8": "",
     "sampler.stop=['e']": "",
     "algorithm.num_generations=2": "",
     "algorithm.scale_rewards=batch": "",

@@ -18,6 +18,9 @@ BAND = (0.9, 1.1)
 
 INT8_MEAN = 0.1
 """Eight products whose weights are rounded by 0.5 % each; logits are of the order 3 and log-probabilities of the order 10."""
+INT8_CACHE_MEAN = 0.03
+"""Keys and values of two layers: the largest of 8 normal numbers is some two standard deviations, so that rounding to its 127th
+adds an error of 2 / 127 / sqrt(12) = 0.5 % to each. Four such errors in quadrature are 1 % of logits of the order 3."""
 
 
 def gaps(
@@ -25,10 +28,12 @@ def gaps(
     temperature: float,
     learner_temperature: float | None = None,
     weights_dtype: str = "as-is",
+    cache_dtype: str = "as-is",
     params: Params | None = None,
 ) -> np.ndarray:
     requests = some_requests(4, 8, temperature)
-    groups = rollouts_of(requests, run(warm_engine(dtype=dtype, weights_dtype=weights_dtype), requests))
+    engine = warm_engine(dtype=dtype, weights_dtype=weights_dtype, cache_dtype=cache_dtype)
+    groups = rollouts_of(requests, run(engine, requests))
     learner = learner_of(model={"compute_dtype": dtype}, sampler={"temperature": learner_temperature or temperature})
     batch = batch_of(learner, groups)
     assert batch.mask.sum() > 60
@@ -76,3 +81,7 @@ def test_a_sampler_in_int8_is_the_model_that_its_codes_stand_for() -> None:
 def test_in_int8_the_gap_is_seen_and_bounded(dtype: str) -> None:
     found = np.abs(gaps(dtype, 1.0, weights_dtype="int8"))
     assert 1e-3 < found.mean() < INT8_MEAN
+
+
+def test_with_a_cache_in_int8_the_gap_is_seen_and_bounded() -> None:
+    assert 1e-3 < np.abs(gaps("float32", 1.0, cache_dtype="int8")).mean() < INT8_CACHE_MEAN

@@ -13,6 +13,9 @@ ATOL = 2e-6
 """Float32 sums over devices in another order; loss, gradients and parameters are of the order 1."""
 LOGP_ATOL = 5e-6
 """The same for log-probabilities of the order 10 (nats)."""
+ONE_CODE = 0.01
+"""Where a number of a cache in 8 bits stands in the middle between two codes, its last bit decides, and one code is another: a
+fraction of what rounding all numbers changes (nats)."""
 OTHERS = [name for name in MESHES if name != "one"]
 
 
@@ -48,3 +51,14 @@ def test_many_devices_sample_the_tokens_of_one(mesh: str, weights_dtype: str) ->
         assert sharded[ticket].tokens.tolist() == done.tokens.tolist()
         assert sharded[ticket].finish_reason == done.finish_reason
         np.testing.assert_allclose(sharded[ticket].logp, done.logp, rtol=0, atol=LOGP_ATOL)
+
+
+def test_many_devices_sample_the_tokens_of_one_from_a_cache_in_8_bits() -> None:
+    requests = some_requests(8)
+    single, sharded = (run(warm_engine(name, cache_dtype="int8"), requests) for name in ("one", "tensor"))
+    assert {ticket: done.tokens.tolist() for ticket, done in sharded.items()} == {
+        ticket: done.tokens.tolist() for ticket, done in single.items()
+    }
+    gap = np.concatenate([np.abs(sharded[ticket].logp - done.logp) for ticket, done in single.items()])
+    assert gap.max() < ONE_CODE
+    assert np.median(gap) < LOGP_ATOL, "most rollouts have no number that stands between two codes"

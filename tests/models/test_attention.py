@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.models.attention import AttentionOptions, attend, attend_in_order, segment_mask
+from rljax.models.attention import AttentionOptions, Scales, attend, attend_in_order, segment_mask
 
 HEADS, QUERIES, CHANNELS = 2, 2, 8  # key-value heads, query heads of each, channels
 
@@ -77,6 +77,20 @@ def test_gradients_are_those_of_the_whole_square() -> None:
     for one, other in zip(gradient(attend_in_order), gradient(attend), strict=True):
         assert np.abs(other).max() > 0.5
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_codes_with_scales_are_what_they_stand_for() -> None:
+    query, key, value = inputs(300)
+    options, mask = AttentionOptions(0.4), segment_mask(*map(jnp.asarray, packed(300)))
+    (keys, of_keys), (values, of_values) = (codes(np.asarray(x)) for x in (key, value))
+    found = attend_in_order(query, jnp.asarray(keys), jnp.asarray(values), mask, options, scales=Scales(of_keys, of_values))
+    meant = (jnp.asarray(x * np.asarray(scale)[..., None]) for x, scale in ((keys, of_keys), (values, of_values)))
+    np.testing.assert_allclose(found, attend(query, *meant, mask, options), rtol=0, atol=2e-6)
+
+
+def codes(x: np.ndarray) -> tuple[np.ndarray, jax.Array]:
+    scale = np.abs(x).max(-1) / np.float32(127)
+    return np.round(x / scale[..., None]).astype(np.int8), jnp.asarray(scale)
 
 
 @pytest.mark.parametrize("length", [640, 8192])

@@ -1,9 +1,11 @@
 """The decoder, one head and one layer at a time, over whole sequences: no cache, no packing, no chunks.
 
-`xp` is numpy, or jax.numpy where a gradient is wanted. Takes the parameters in the learner's layout.
+`xp` is numpy, or jax.numpy where a gradient is wanted. Takes the parameters in the learner's layout. `kept` is what becomes of
+the keys, and of the values, of one head before a query sees them.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,26 +13,39 @@ import numpy as np
 from rljax.models.arch import Arch
 from rljax.pytree import Params
 
+Kept = Callable[[Any], Any]
 
-def hidden_states(arch: Arch, params: Params, tokens: Any, xp: Any = np) -> Any:
+
+def as_is(x: Any) -> Any:
+    """Keep keys or values as they are."""
+    return x
+
+
+def in_int8(x: Any) -> Any:
+    """Round each row to multiples of its largest number's 127th."""
+    step = np.abs(x).max(-1, keepdims=True) / 127
+    return np.rint(x / np.where(step == 0, 1, step)) * step
+
+
+def hidden_states(arch: Arch, params: Params, tokens: Any, xp: Any = np, kept: Kept = as_is) -> Any:
     """Return the normalised final hidden state after each token of each row: [rows, tokens, width]."""
     hidden = params["embed"][tokens]
     for layer in range(arch.num_layers):
         block = {name: value[layer] for name, value in params["layers"].items()}
-        hidden = hidden + attention(arch, block, norm(hidden, block["attn_norm"], arch, xp), xp)
+        hidden = hidden + attention(arch, block, norm(hidden, block["attn_norm"], arch, xp), xp, kept)
         hidden = hidden + mlp(block, norm(hidden, block["mlp_norm"], arch, xp), xp)
     return norm(hidden, params["final_norm"], arch, xp)
 
 
-def logits(arch: Arch, params: Params, tokens: Any, xp: Any = np) -> Any:
+def logits(arch: Arch, params: Params, tokens: Any, xp: Any = np, kept: Kept = as_is) -> Any:
     """Return the logits after each token of each row: [rows, tokens, vocabulary]."""
     head = params["embed"] if arch.tie_embeddings else params["head"]
-    return hidden_states(arch, params, tokens, xp) @ head.T
+    return hidden_states(arch, params, tokens, xp, kept) @ head.T
 
 
-def logprobs(arch: Arch, params: Params, tokens: Any, temperature: float, xp: Any = np) -> Any:
+def logprobs(arch: Arch, params: Params, tokens: Any, temperature: float, xp: Any = np, kept: Kept = as_is) -> Any:
     """Return the log-probability of each token but a row's first, given those before it: [rows, tokens - 1]."""
-    scaled = logits(arch, params, tokens, xp)[:, :-1] / temperature
+    scaled = logits(arch, params, tokens, xp, kept)[:, :-1] / temperature
     highest = scaled.max(-1, keepdims=True)
     chosen = xp.take_along_axis(scaled, tokens[:, 1:, None], 2)[..., 0]
     return chosen - highest[..., 0] - xp.log(xp.exp(scaled - highest).sum(-1))
@@ -41,13 +56,13 @@ def norm(x: Any, scale: Any, arch: Arch, xp: Any) -> Any:
     return x / xp.sqrt((x**2).mean(-1, keepdims=True) + arch.norm_eps) * scale[None, None]
 
 
-def attention(arch: Arch, block: Params, x: Any, xp: Any) -> Any:
+def attention(arch: Arch, block: Params, x: Any, xp: Any, kept: Kept) -> Any:
     """Attend with each query head to the keys of its group, at the same or earlier positions."""
     length, out = x.shape[1], 0.0
     future = xp.arange(length)[None, :] > xp.arange(length)[:, None]
     for group in range(arch.num_kv_heads):
         *queries, key, value = (x @ block["qkv"][:, group, part] for part in range(arch.queries_per_kv + 2))
-        key = rope(arch, key, xp)
+        key, value = kept(rope(arch, key, xp)), kept(value)
         for index, query in enumerate(queries):
             scores = rope(arch, query, xp) @ xp.swapaxes(key, 1, 2) / math.sqrt(arch.head_dim)
             shown = xp.exp(xp.where(future[None], -xp.inf, scores - scores.max(-1, keepdims=True)))

@@ -31,12 +31,13 @@ def generate(
     max_tokens: int,
     temperature: float,
     stop_ids: Collection[int],
+    kept: decoder.Kept = decoder.as_is,
 ) -> tuple[list[int], list[float]]:
     """Return the tokens that continue the prompt and their log-probabilities."""
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     tokens, logps = list(prompt), []
     while len(logps) < max_tokens:
-        after = decoder.logits(arch, wide, np.array([tokens]))[0, -1]
+        after = decoder.logits(arch, wide, np.array([tokens]), kept=kept)[0, -1]
         token, logp = inverse_cdf(after, temperature, uniform_at(key, len(tokens)))
         tokens.append(token)
         logps.append(logp)

@@ -19,9 +19,9 @@ INSTRUCTION = re.compile(r"= (?:\()?\w+\[([\d,]*)\]\S* (?:.*?\) )?([a-z][a-z-]*)
 
 
 @cache
-def programs(mesh: str, weights_dtype: str = "as-is") -> dict[str, str]:
+def programs(mesh: str, weights_dtype: str = "as-is", cache_dtype: str = "as-is") -> dict[str, str]:
     """Return the text of the compiled programs."""
-    engine = warm_engine(mesh, weights_dtype=weights_dtype)
+    engine = warm_engine(mesh, weights_dtype=weights_dtype, cache_dtype=cache_dtype)
     assert engine._params is not None
     lowered = {}
     with jax.set_mesh(engine.mesh):
@@ -52,16 +52,19 @@ def outputs(text: str, operations: set[str]) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("program", ["decode", "fill", "extend"])
-@pytest.mark.parametrize(("mesh", "heads"), [("one", 2), ("tensor", 1)])
-def test_no_copy_of_a_layers_cache_is_made(mesh: str, heads: int, program: str) -> None:
-    text = programs(mesh)[program]
-    sizes = {leaf.addressable_shards[0].data.shape for leaf in jax.tree.leaves(warm_engine(mesh)._state.cache)}
+@pytest.mark.parametrize(("mesh", "heads", "dtype"), [("one", 2, "as-is"), ("tensor", 1, "as-is"), ("tensor", 1, "int8")])
+def test_no_copy_of_a_layers_cache_is_made(mesh: str, heads: int, dtype: str, program: str) -> None:
+    text = programs(mesh, cache_dtype=dtype)[program]
+    leaves = jax.tree.leaves(warm_engine(mesh, cache_dtype=dtype)._state.cache)
+    sizes = {leaf.addressable_shards[0].data.shape for leaf in leaves if leaf.ndim == 4}
     for layer in sizes:
         assert layer[1] == heads
         if layer[0] > 1:  # a single block XLA:CPU does copy
-            assert f"f32[{','.join(map(str, layer))}]" in text  # else nothing is looked for
+            assert f"{'s8' if dtype == 'int8' else 'f32'}[{','.join(map(str, layer))}]" in text  # else nothing is looked for
     kinds = {tuple(sorted(layer)) for layer in sizes if layer[0] > 1}
-    assert [shape for shape in outputs(text, {"copy", "transpose", "convert"}) if tuple(sorted(shape)) in kinds] == []
+    # XLA:CPU has no product of mixed types: in decode steps one layer's codes become an array, which no loop carries (below).
+    copies = {"copy", "transpose"} | (set() if (dtype, program) == ("int8", "decode") else {"convert"})
+    assert [shape for shape in outputs(text, copies) if tuple(sorted(shape)) in kinds] == []
 
 
 @pytest.mark.parametrize("program", ["decode", "fill", "extend"])
@@ -95,3 +98,12 @@ def test_no_array_of_a_quantised_weight_outlives_its_product() -> None:
     )
     assert carried(small, "s8") == codes > 0 == carried(plain, "s8")
     assert carried(small, "f32") == carried(plain, "f32") - codes + scales
+
+
+def test_no_array_of_a_quantised_cache_is_carried_from_token_to_token() -> None:
+    plain, small = (programs("tensor", cache_dtype=kind)["decode"] for kind in ("as-is", "int8"))
+    cache = warm_engine("tensor", cache_dtype="int8")._state.cache
+    pools = [arenas[0] for layer in cache for arenas in layer]  # what the tables of this program cover
+    codes = sum(part.addressable_shards[0].data.size for pool in pools for part in (pool.key, pool.value))
+    assert carried(small, "s8") == codes > 0 == carried(plain, "s8")
+    assert carried(small, "f32") == carried(plain, "f32") - codes + codes // ARCH.head_dim
