@@ -83,8 +83,7 @@ class Engine:
             slots: Rollouts decoded together.
             max_prompt_length: Longest prompt (tokens).
             max_completion_length: Longest completion (tokens).
-            cache_tokens: Tokens that the cache holds, over all slots; default: every slot at its longest. With less,
-                rollouts wait for room, and when those that run outgrow it, the youngest starts again later.
+            cache_tokens: Tokens the cache holds; default: every slot at its longest. With less, rollouts wait or start again.
             readers: Rollouts that share one stored prompt.
             decode_chunk_steps: Decode steps between two looks by the host.
             prefill_chunk: Tokens of one prompt that are computed between two chunks of decode steps; default: all of it.
@@ -123,8 +122,7 @@ class Engine:
         self._start = jax.jit(start, donate_argnums=0, out_shardings=layout.progress)
         self._decode = jax.jit(partial(decode_chunk, arch, mesh, decode_chunk_steps), donate_argnums=1, out_shardings=layout)
         self._score = jax.jit(partial(score_prompts, arch, stored_form(self._state.cache)))
-        self._params, self._version = None, -1
-        self._rules: tuple[dict[int, SamplingParams], Rules] | None = None  # who asks for what, and the same on the device
+        self._params, self._version, self._rules = None, -1, None  # rules: who asks for what, and the same on the device
 
     def set_weights(self, params: Params, version: int) -> None:
         """Sample from these parameters from now on; what is parked is freed, and no stored prompt is given to newcomers.
