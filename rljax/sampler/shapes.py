@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from rljax.sampler.blocks import blocks_for
 from rljax.sampler.cache import BLOCK, arena_sizes
 
-_PROMPT_LENGTHS = (16, 24)  # tokens that a prefill has room for, these times a power of two
+_PROMPT_LENGTH = 24  # tokens that a prefill has room for, times a power of two
 _PIECE_LENGTH = 16  # tokens that a continued prefill has room for, times a power of four
 _SEEN_BLOCKS = 8  # blocks that a row of it reads, times a power of four
-_PROMPT_COLUMNS, _OWN_COLUMNS = 4, 2  # blocks per slot that tables have room for, times a power of four, and of two
+_PROMPT_COLUMNS, _OWN_COLUMNS = 4, 2  # blocks per slot that tables have room for, times a power of four
 _FIRST_OWN_BLOCKS = 2  # per slot, in the first arena
 
 
@@ -22,8 +22,8 @@ class Shapes:
     """Sizes of the sampler's arrays on one data shard, each in ascending order.
 
     Example:
-        Shapes(slots=64, prompts=(16, 24, 32), pieces=(16, 32), seen=(5,), prompt_arenas=(16, 112), own_arenas=(128, 256),
-               prompt_columns=(2,), own_columns=(2, 4, 6))
+        Shapes(slots=64, prompts=(24, 32), pieces=(16, 32), seen=(5,), prompt_arenas=(16, 112), own_arenas=(128, 256),
+               prompt_columns=(2,), own_columns=(2, 6))
     """
 
     slots: int
@@ -112,13 +112,13 @@ def shapes_of(
         prompt_arenas=(shared, prompts - shared) if prompts > shared else (shared,),
         own_arenas=arena_sizes(own, slots * min(completion, _FIRST_OWN_BLOCKS)),
         prompt_columns=ladder(_PROMPT_COLUMNS, 4, prompt),
-        own_columns=ladder(_OWN_COLUMNS, 2, longest_own),
+        own_columns=ladder(_OWN_COLUMNS, 4, longest_own),
     )
 
 
 def prompt_lengths(longest: int) -> tuple[int, ...]:
     """Return the padded lengths of prompts of at most so many tokens."""
-    return tuple(sorted({size for first in _PROMPT_LENGTHS for size in ladder(first, 2, longest)}))
+    return ladder(_PROMPT_LENGTH, 2, longest)
 
 
 def ladder(first: int, growth: int, last: int) -> tuple[int, ...]:
