@@ -132,7 +132,8 @@ def attend_in_order(
     ends = [*range(together, s, together), s]
 
     def part(start: int, end: int) -> Array:
-        keys, values, factors = jax.tree.map(lambda x: x[:, :, :end], (key, value, scales))
+        factors = None if scales is None else Scales(scales.key[:, :, :end], scales.value[:, :, :end])
+        keys, values = key[:, :, :end], value[:, :, :end]
         return attend(query[:, start:end], keys, values, mask[:, start:end, :end], options, sinks, factors)
 
     parts = [part(start, end) for start, end in zip([0, *ends], ends, strict=False)]
