@@ -34,8 +34,10 @@ class ModelConfig(Section):
     checkpoint: PathOption = option(Path("checkpoints/model"), "Checkpoint directory written by `rljax convert`.")
     param_dtype: DType = option("float32", "Type of the stored (master) parameters.")
     compute_dtype: DType = option("float32", "Type of the products in training and scoring; logits stay float32.")
-    remat: Literal["none", "dots", "full"] = option(
-        "dots", "What the backward pass recomputes: nothing, all but the large products, or every layer."
+    remat: Literal["none", "dots", "offload", "full"] = option(
+        "dots",
+        "What the backward pass recomputes: nothing, all but the large products, the same with those products kept in the "
+        "memory of the host, or every layer.",
     )
 
 
@@ -295,7 +297,7 @@ class Config(Section):
         if self.lora.base_dtype != "as-is" and self.model.remat == "none":
             yield (
                 f"model.remat = 'none' would keep all weights of a base that lora.base_dtype = '{self.lora.base_dtype}' makes "
-                "small for the backward pass, dequantised; set it to 'dots' or 'full'"
+                "small for the backward pass, dequantised; set it to 'dots', 'offload' or 'full'"
             )
         if self.lora.rank and self.algorithm.reference_mixup_alpha < 1:
             yield (

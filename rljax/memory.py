@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rljax.config import Config
 from rljax.learner.step import Learner, logit_positions
-from rljax.mesh import bytes_per_device, data_shards
+from rljax.mesh import bytes_per_device, data_shards, on_cpu
 from rljax.rollouts.batching import batch_shape
 from rljax.rollouts.weights import published_params
 from rljax.sampler.engine import Engine
@@ -135,7 +135,8 @@ def activation_bytes(learner: Learner) -> int:
 
     Bytes per token and layer, w per number in `model.compute_dtype`, of dims that `tensor` splits a device's part:
     - kept: the residual stream, 4 d (the carry of the scan over layers); with `dots` what `remat.keep` marks in `Block` and
-      `Moe`, w (qkv + heads + d + 2 f); with `none` also what norms, rotations, softmax and gates give.
+      `Moe`, w (qkv + heads + d + 2 f), which `offload` keeps on the host (a CPU is its own); with `none` also what norms,
+      rotations, softmax and gates give.
     - one layer at a time: what was not kept, three float32 arrays of all pairs of positions (scores, their softmax, its
       gradient: `attention.attend`), the gradients of the MLP and the residual stream, and weights gathered over `fsdp`.
     - instead of a layer: logits and their gradient of `logit_positions` tokens, the output head and its gradient
@@ -153,8 +154,9 @@ def activation_bytes(learner: Learner) -> int:
     marked = w * (qkv + heads + d + 2 * f)
     softmax = (_FLOAT32 if w == _FLOAT32 else _FLOAT32 + w) * pairs
     rest = 2 * (_FLOAT32 + w) * d + 2 * w * qkv + softmax + (2 * _FLOAT32 + w) * f
-    kept = _FLOAT32 * d + {"full": 0, "dots": marked, "none": marked + rest}[config.model.remat]
-    again = marked if config.model.remat == "full" else 0
+    offloaded = marked if on_cpu(learner.mesh) else 0
+    kept = _FLOAT32 * d + {"full": 0, "offload": offloaded, "dots": marked, "none": marked + rest}[config.model.remat]
+    again = marked if kept == _FLOAT32 * d else 0
     one_layer = tokens * (again + _FLOAT32 * (3 * pairs + 2 * f + (1 + copies) * d)) + _gathered(learner, w)
     vocab = arch.vocab_size // split
     head = 2 * _FLOAT32 * min(tokens, logit_positions(arch.vocab_size)) * vocab + (w + _FLOAT32) * vocab * d

@@ -98,6 +98,11 @@ def row_axes() -> tuple[str, ...]:
     return DATA_AXES[1:]
 
 
+def on_cpu(mesh: Mesh) -> bool:
+    """Return whether the devices are CPUs, whose memory is the host's."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
 def axis_size(axis: str) -> int:
     """Return the size of an axis of the mesh in use; 1 when none is."""
     mesh = jax.sharding.get_abstract_mesh()

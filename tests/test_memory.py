@@ -47,7 +47,14 @@ def found(arch: Arch, mesh: str, remat: str, **sampler: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "case", [(ARCH, "one", "dots"), (MIDDLE, "one", "dots"), (MIDDLE, "one", "full"), (MIDDLE, "fsdp", "none")]
+    "case",
+    [
+        (ARCH, "one", "dots"),
+        (MIDDLE, "one", "dots"),
+        (MIDDLE, "one", "full"),
+        (MIDDLE, "one", "offload"),
+        (MIDDLE, "fsdp", "none"),
+    ],
 )
 def test_the_step_takes_about_what_was_estimated(case: tuple[Arch, str, str]) -> None:
     arch, mesh, remat = case

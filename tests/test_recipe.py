@@ -78,7 +78,7 @@ def test_a_whole_float_is_an_integer(tmp_path: Path) -> None:
         ("run.dir", "3", "a path, got 3"),
         ("run.dir", '""', 'a path, got ""'),
         ("data.path", "[1]", "a path or none, got [1]"),
-        ("model.remat", '"ful"', 'one of "none", "dots", "full", got "ful"; did you mean full?'),
+        ("model.remat", '"ful"', 'one of "none", "dots", "offload", "full", got "ful"; did you mean full?'),
     ],
 )
 def test_a_wrong_type_is_an_error_with_file_line_and_key(tmp_path: Path, key: str, value: str, expects: str) -> None:

@@ -123,8 +123,8 @@ class Decoder(nnx.Module):
         prompt that several continuations share), at its own or an earlier position and place in the row; segment 0 is
         padding, whose outputs are finite and mean nothing. A layer's window
         hides the positions before it. Products are made in `dtype` with float32 sums, everything between them in
-        float32. `remat` is what the backward pass recomputes: nothing, all but the large products (`dots`), or every
-        block (`full`). `dropout` is that of an adapter with random keys, see `lora.attach`.
+        float32. `remat` is what the backward pass recomputes: nothing, all but the large products (`dots`, or `offload`),
+        or every block (`full`). `dropout` is that of an adapter with random keys, see `lora.attach`.
 
         `record_routing` asks for what the routers decided; `choices`, recorded in another pass over the same tokens (one
         entry per layer with experts), sends the tokens to the same experts again; negative ones leave it to the router.

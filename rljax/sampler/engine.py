@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.mesh import DATA_AXES, bytes_per_device, data_shards, sharding
+from rljax.mesh import DATA_AXES, bytes_per_device, data_shards, on_cpu, sharding
 from rljax.models.arch import Arch
 from rljax.pytree import Params
 from rljax.records import Completion, SamplingParams, TopTokens
@@ -453,7 +453,7 @@ def _cache_dtype(mesh: Mesh, dtype: Any, kept: str) -> jnp.dtype:
     if kept == "int8":
         return jnp.dtype("int8")
     # XLA:CPU writes into a bfloat16 array by converting all of it to float32 and back.
-    return jnp.dtype("float32" if mesh.devices.flat[0].platform == "cpu" else dtype)
+    return jnp.dtype("float32" if on_cpu(mesh) else dtype)
 
 
 def _ended(params: SamplingParams, drawn: np.ndarray, stop: str | None, ends: frozenset[int]) -> str | int | None:

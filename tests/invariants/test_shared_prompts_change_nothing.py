@@ -59,7 +59,7 @@ def packed(rollouts: list[Rollout], advantages: np.ndarray, weights: np.ndarray)
     return pack(rollouts, advantages, weights, np.ones(len(rollouts), bool), shape, mask_truncated=False)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("remat", ["none", "dots", "offload", "full"])
 def test_shared_prompts_change_nothing(remat) -> None:
     rng = np.random.default_rng(0)
     rollouts = [rollout for task in range(3) for rollout in group(task, rng)]

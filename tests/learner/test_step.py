@@ -158,7 +158,7 @@ def abstract_batch(learner: Learner) -> DeviceBatch:
     )
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("remat", ["none", "dots", "offload", "full"])
 def test_no_array_of_rows_positions_and_vocabulary_exists(remat: str) -> None:
     at_once = logit_positions(ARCH.vocab_size)
     length, rows = 4 * at_once // 8, 8
@@ -177,6 +177,20 @@ def test_no_array_of_rows_positions_and_vocabulary_exists(remat: str) -> None:
     assert (rows, at_once // rows, ARCH.vocab_size) in with_vocabulary
     assert [shape for shape in with_vocabulary if math.prod(shape) > most] == []
     assert rows * length * ARCH.vocab_size > most
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_offload_sends_what_dots_keeps_to_the_host(compute_dtype: str) -> None:
+    moved = {}
+    for remat in ("dots", "offload"):
+        learner = Learner(ARCH, mesh_of("one"), config_of(model={"remat": remat, "compute_dtype": compute_dtype}))
+        with jax.set_mesh(learner.mesh):
+            traced = learner._step.trace(learner.abstract_state, abstract_batch(learner), None, None)
+        # A CPU's memory is the host's, so that it does not appear in a program for CPUs.
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        moved[remat] = len(re.findall(r'annotate_device_placement\(.*_xla_buffer_placement = "pinned_host"', text))
+    # Queries, keys and values; attention's output, and its projection; gate and up.
+    assert moved == {"dots": 0, "offload": 4}
 
 
 def test_a_larger_vocabulary_has_logits_of_fewer_positions() -> None:

@@ -92,8 +92,8 @@ def kernel_floor(engine: Engine, params: Params, requests: Sequence[Request], re
     at = paged_attention(arch, engine.mesh, tables, now.position, now.origin, now.remaining > 0)
     kinds = layer_kinds(arch)
     query = jnp.ones((rows, 1, arch.num_kv_heads, arch.queries_per_kv, arch.head_dim), dtype)
-    now_stored = jnp.ones((rows, arch.num_kv_heads, 1, arch.head_dim), dtype)
-    fresh = KeyValue(now_stored, now_stored)
+    one = jnp.ones((rows, arch.num_kv_heads, 1, arch.head_dim), dtype)
+    fresh = KeyValue(one, one)
 
     def attend(query: Any, fresh: KeyValue, cache: Any) -> Any:
         kept, outs = [], []
