@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from rljax.pytree import leaf_names
 
@@ -29,6 +29,7 @@ _FUSED: Mapping[str, Callable[[int], tuple[int, ...]]] = {
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _ADAFACTOR_FLOORS = (1e-30, 1e-3)
 _ROUNDING = 0x0B17  # purpose of random draws
+_MURMUR, _MURMUR_LAST = ((16, 0x85EBCA6B), (13, 0xC2B2AE35)), 16
 
 
 class Dims(NamedTuple):
@@ -214,8 +215,8 @@ def rounded(tree: Any, dtype: Any, updates: Int[Array, ""]) -> Any:
     """Round float32 leaves to `dtype`: up or down at random, so that the mean over many updates is exact.
 
     Rounded to nearest, an average in bfloat16 would stop moving: with b2 = 0.999 the increments of a second moment are
-    below half of the distance between two numbers (arXiv:2010.06192). The draws depend on the number of the update and the
-    leaf alone. What is not finite stays so.
+    below half of the distance between two numbers (arXiv:2010.06192). The draws depend on the number of the update, the
+    leaf and the place in it alone. What is not finite stays so.
     """
     dtype = jnp.dtype(dtype)
     if dtype == jnp.float32:
@@ -226,12 +227,29 @@ def rounded(tree: Any, dtype: Any, updates: Int[Array, ""]) -> Any:
     def one(index: int, x: Array) -> Array:
         if x.dtype != jnp.float32:
             return x
-        draw = jax.random.bits(jax.random.fold_in(key, index), x.shape, jnp.uint16).astype(jnp.uint32)
+        draw = _mixed(jax.random.key_data(jax.random.fold_in(key, index)), x.shape) >> 16
         bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + draw) & jnp.uint32(0xFFFF0000)
         return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(bits, jnp.float32), x).astype(dtype)
 
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, [one(index, leaf) for index, leaf in enumerate(leaves)])
+
+
+def _mixed(key: UInt32[Array, " 2"], shape: tuple[int, ...]) -> UInt32[Array, "*s"]:
+    """Return 32 random bits for each place of an array: its number, mixed twice with the key by MurmurHash3's finaliser.
+
+    Unlike `jax.random.bits`, whose rounds are a loop over whole arrays on some backends, this becomes a part of the update's
+    own loop and takes no memory.
+    """
+    places = jnp.zeros(shape, jnp.uint32)
+    for dim, size in enumerate(shape):
+        places = places * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+    for word in key:
+        places = places ^ word
+        for shift, factor in _MURMUR:
+            places = (places ^ (places >> shift)) * jnp.uint32(factor)
+        places = places ^ (places >> _MURMUR_LAST)
+    return places
 
 
 def _by_path(axes: Any) -> dict[str, Names]:

@@ -152,7 +152,7 @@ def test_a_gradient_of_zero_moves_nothing(rule: Any) -> None:
         np.testing.assert_array_equal(new, old)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-3), ("bfloat16", 0.05)])
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-3), ("bfloat16", 0.06)])
 def test_a_second_moment_reaches_the_mean_of_the_squares(dtype: Any, error: float) -> None:
     optimizer = Optimizer(
         OptimizerConfig(moments_dtype=dtype, max_grad_norm=None), lambda _: {"w": True}, {"w": ("embed", "ffn")}
