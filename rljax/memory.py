@@ -6,7 +6,6 @@ cache are counted exactly from their shapes and layouts; gradients and activatio
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,10 +75,9 @@ def estimate(config: Config, learner: Learner, engine: Engine) -> Estimate:
     """Return what a run of this learner and this engine will need."""
     state, model = learner.abstract_state, config.model
     trained = bytes_per_device(state.params)
-    gradients = _gradient_bytes(state.params)
     copies = {
         "parameters": (trained + _base(learner), ("mesh.fsdp", "mesh.tensor", "lora.rank", "lora.base_dtype")),
-        "gradients": (gradients, ("mesh.fsdp", "mesh.tensor", "lora.rank")),
+        "gradients": (_gradient_bytes(learner), ("mesh.fsdp", "mesh.tensor", "lora.rank")),
         "optimizer state": (bytes_per_device(state.optimizer), ("optimizer.moments_dtype", "optimizer.rule", "mesh.fsdp")),
         "reference": (_reference(config, learner), ("algorithm.beta", "model.param_dtype")),
         "critic": (0 if state.critic is None else bytes_per_device(state.critic), ("algorithm.advantage", "mesh.fsdp")),
@@ -124,10 +122,16 @@ def _published(config: Config, learner: Learner) -> int:
     return bytes_per_device(published_params(learner.arch, learner.mesh, config.sampler.dtype, config.sampler.weights_dtype))
 
 
-def _gradient_bytes(params: Any) -> int:
-    """Count the sum over micro-batches, in float32, and the gradients of one that are added to it (`_train_step`)."""
+def _gradient_bytes(learner: Learner) -> int:
+    """Count the sum over micro-batches, in float32, and what is not added to it in place (`_train_step`).
+
+    A model's layers add their gradients to the sum one by one (`models/sums.py`); those of other parameters, and of an
+    adapter, exist beside it.
+    """
+    params = learner.abstract_state.params
     summed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), params)
-    return bytes_per_device(summed) + bytes_per_device(params)
+    apart = params if learner.lora else {name: part for name, part in params.items() if name != "layers"}
+    return bytes_per_device(summed) + bytes_per_device(apart)
 
 
 def activation_bytes(learner: Learner) -> int:

@@ -62,6 +62,15 @@ def test_the_step_takes_about_what_was_estimated(case: tuple[Arch, str, str]) ->
     assert real / WITHIN < ours < real * WITHIN
 
 
+def test_the_gradients_of_all_layers_exist_once() -> None:
+    deep = dataclasses.replace(ARCH, vocab_size=256, num_layers=24, embed_dim=64, num_heads=4, num_kv_heads=2, ffn_dim=256)
+    _, real = found(deep, "one", "full")
+    learner = Learner(deep, mesh_of("one"), config_of())
+    trained = bytes_per_device(learner.abstract_state.params)
+    # Parameters and two moments are arguments; a second copy of the gradients would take it above five.
+    assert 4 * trained < real < 4.7 * trained
+
+
 def held(tree: Any) -> int:
     """Return what lies on the first device."""
     first = jax.devices()[0]
@@ -75,7 +84,7 @@ def test_what_stays_is_counted_exactly() -> None:
     state = first_state(learner)
     assert parts["parameters"] == held(state.params) == parts["reference"]
     assert parts["optimizer state"] == held(state.optimizer)
-    assert parts["gradients"] == 2 * parts["parameters"]
+    assert parts["gradients"] == parts["parameters"] + held({**state.params, "layers": {}})
     assert parts["sampler's cache"] == held(engine._state)
     assert parts["sampler's weights"] == held(published(engine, host_params()))
     assert parts["critic"] == 0

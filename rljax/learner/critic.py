@@ -23,14 +23,15 @@ from rljax.learner.state import CriticState, critic_arch, critic_optimizer
 from rljax.learner.step import (
     DeviceBatch,
     Learner,
+    laid_out,
     micro_batch,
     no_gradients,
     of_scored_tokens,
     scored_hidden,
-    sum_of_gradients,
 )
 from rljax.mesh import DATA_AXES, by_replica, sharding
 from rljax.models.decoder import merge
+from rljax.models.sums import summed, with_sums
 from rljax.pytree import Params, pytree
 
 
@@ -106,8 +107,11 @@ def _critic_step(
         def body(index: Array, carry: tuple[Any, ValueMetrics]) -> tuple[Any, ValueMetrics]:
             grads, metrics = carry
             known = jax.tree.map(lambda leaf: micro_batch(leaf, index), rows)
-            (_, found), fresh = jax.value_and_grad(loss, has_aux=True)(*shared, *known)
-            return sum_of_gradients(grads, fresh, layout.params), jax.tree.map(jnp.add, metrics, found)
+            params, weight = shared
+            held = {**params, "trunk": with_sums(params["trunk"], grads["trunk"])}
+            (_, found), fresh = jax.value_and_grad(loss, has_aux=True)(held, weight, *known)
+            grads = {"trunk": summed(grads["trunk"], fresh["trunk"]), "value": grads["value"] + fresh["value"]}
+            return laid_out(grads, layout.params), jax.tree.map(jnp.add, metrics, found)
 
         start = no_gradients(layout.params), {name: jnp.zeros((), jnp.float32) for name in VALUE_METRICS}
         return jax.lax.fori_loop(0, batch.num_micro, body, start), (), ()

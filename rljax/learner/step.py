@@ -49,6 +49,7 @@ from rljax.models.decoder import Decoder, Forward, decaying, logical_axes, merge
 from rljax.models.lora import adapter_axes, attach, dropout_key, init_adapter, merged, spec_of
 from rljax.models.moe import RouterSums, Routing, chosen_sums, router_sums
 from rljax.models.quantized import abstract_base, dequantised, quantised
+from rljax.models.sums import summed, with_sums
 from rljax.pytree import Params, pytree
 
 _LOGIT_BYTES = 2**28
@@ -349,10 +350,12 @@ def _accumulated(
     def body(index: Array, carry: tuple[Any, Any, Array]) -> tuple[Any, Any, Array]:
         grads, (metrics, router), logps = carry
         micro, prox, ref = jax.tree.map(lambda leaf: micro_batch(leaf, index), rows)
-        (_, (found, logp, sums)), fresh = jax.value_and_grad(loss, has_aux=True)(shared.params, index, micro, prox, ref)
+        # An adapter's gradients are small, and not those of the layers.
+        params = with_sums(shared.params, grads) if learner.lora is None else shared.params
+        (_, (found, logp, sums)), fresh = jax.value_and_grad(loss, has_aux=True)(params, index, micro, prox, ref)
         logps = jax.lax.dynamic_update_index_in_dim(logps, logp, index, 0)
         added = combine_metrics(metrics, found), jax.tree.map(jnp.add, router, sums)
-        return sum_of_gradients(grads, fresh, learner.abstract_state.params), added, logps
+        return laid_out(summed(grads, fresh), learner.abstract_state.params), added, logps
 
     nothing = empty_metrics(), no_sums(learner.arch)
     start = (no_gradients(learner.abstract_state.params), nothing, jnp.zeros(batch.mask.shape))
@@ -363,12 +366,12 @@ def _accumulated(
 
 def no_gradients(layout: Params) -> Params:
     """Return the sum of gradients before the first micro-batch: float32 zeros that lie like the parameters."""
-    return jax.tree.map(lambda leaf: constrain(jnp.zeros(leaf.shape, jnp.float32), *leaf.sharding.spec), layout)
+    return laid_out(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), layout), layout)
 
 
-def sum_of_gradients(grads: Params, fresh: Params, layout: Params) -> Params:
-    """Return the sum with another micro-batch, which lies like the parameters."""
-    return jax.tree.map(lambda old, new, leaf: constrain(old + new, *leaf.sharding.spec), grads, fresh, layout)
+def laid_out(grads: Params, layout: Params) -> Params:
+    """Return gradients laid like the parameters."""
+    return jax.tree.map(lambda grad, leaf: constrain(grad, *leaf.sharding.spec), grads, layout)
 
 
 def _score(learner: Learner, trained: Params | None, batch: DeviceBatch, base: Params | None) -> Float[Array, "m r j"]:

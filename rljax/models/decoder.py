@@ -7,7 +7,7 @@ Layers may differ in kind: with or without window, rotation, experts. Stacked la
 periods, so that a kind is known at compile time and compile time still does not grow with depth.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from rljax.models.moe import Routing
 from rljax.models.parameters import constant, weight
 from rljax.models.quantized import dequantised
 from rljax.models.remat import REMAT, Remat
+from rljax.models.sums import SUMS, gathered, passing
 from rljax.pytree import Params
 
 _LONGEST_PERIOD = 16
@@ -54,6 +55,8 @@ class Decoder(nnx.Module):
         self.arch = arch
         self.factors: dict[Any, Any] = nnx.data({})
         """Low-rank factors of an adapter, from `merge`: stacked by projection, or by layer and projection."""
+        self.sums: dict[str, Any] = nnx.data({})
+        """Sums that the gradients of stacked layers are added to, from `merge`; none where there is no such sum."""
         self.embed = weight(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"))
         if stacked:
             self.layers: Block | nnx.List[Block] = Block(arch, rngs, arch.layers, stacked=True, outputs_first=False)
@@ -145,7 +148,8 @@ class Decoder(nnx.Module):
         tables, hidden = Tables(self._ropes(positions), attention, dropout), self._embedded(tokens, dtype)
         if isinstance(self.layers, Block):
             weights = {**nnx.to_pure_dict(nnx.split(self.layers)[1]), **self.factors}
-            hidden, seen, routing = _scan_runs(arch, weights, hidden, tables, choices, dtype, remat, record_routing)
+            stack = _Stack(arch, weights, self.sums)
+            hidden, seen, routing = _scan_runs(stack, hidden, tables, choices, dtype, remat, record_routing)
         else:
             nothing = [None] * arch.num_layers
             hidden, seen, routing = self._one_by_one(hidden, tables, nothing, choices, dtype, record_routing)
@@ -224,9 +228,17 @@ def runs(kinds: tuple[Any, ...]) -> tuple[Run, ...]:
     return tuple(found)
 
 
+class _Stack(NamedTuple):
+    """The stacked layers of a model."""
+
+    arch: Arch
+    weights: Params
+    sums: Params
+    """Sums that their gradients are added to; empty without."""
+
+
 def _scan_runs(
-    arch: Arch,
-    weights: Params,
+    stack: _Stack,
     hidden: Float[Array, "b s d"],
     tables: Tables,
     choices: Int[Array, "l b s e"] | None,
@@ -235,57 +247,65 @@ def _scan_runs(
     record: bool,
 ) -> tuple[Float[Array, "b s d"], KeyValue, Routing | None]:
     """Run the stacked layers: one scan per run of repeating layers."""
-    seen, routings = [], []
-    for run in runs(layer_kinds(arch)):
-        hidden, run_seen, run_routing = _scan_run(arch, run, weights, hidden, tables, choices, dtype, remat, record)
+    seen, routings, sums = [], [], stack.sums
+    for run in runs(layer_kinds(stack.arch)):
+        given = stack._replace(sums=sums)
+        (hidden, sums), run_seen, run_routing = _scan_run(given, run, hidden, tables, choices, dtype, remat, record)
         seen.append(run_seen)
         routings += [] if run_routing is None else [run_routing]
+    if sums:
+        hidden = gathered(hidden, sums, jax.lax.stop_gradient(stack.sums))
     return hidden, _joined(seen), _joined(routings) if routings else None
 
 
 def _scan_run(
-    arch: Arch,
+    stack: _Stack,
     run: Run,
-    weights: Params,
     hidden: Float[Array, "b s d"],
     tables: Tables,
     choices: Int[Array, "l b s e"] | None,
     dtype: jnp.dtype,
     remat: Remat,
     record: bool,
-) -> tuple[Float[Array, "b s d"], KeyValue, Routing | None]:
+) -> tuple[tuple[Float[Array, "b s d"], Params], KeyValue, Routing | None]:
+    arch, weights = stack.arch, stack.weights
     kinds = layer_kinds(arch)[run.first : run.first + run.period]
 
-    def block(kind: LayerKind) -> Callable[..., Any]:
-        def call(hidden: Array, layer: Params, replayed: Array | None) -> tuple[Array, KeyValue, Routing | None]:
+    def block(offset: int, kind: LayerKind) -> Callable[..., Any]:
+        def call(
+            hidden: Array, sums: Params, layer: Params, replayed: Array | None, index: Array | None
+        ) -> tuple[Array, Params, KeyValue, Routing | None]:
+            if index is not None:  # in here, where `remat` has no second copy of the layer kept for the backward pass
+                sums, layer = passing(sums, layer, _places(arch, run, offset, index, layer))
             own, factors = detach(layer)
             # A quantised base becomes arrays here, where `remat` has the backward pass do it again: one layer at a time.
             merged = nnx.merge(_block_graph(arch, kind.experts), dequantised(own, dtype))
             hidden, seen, routing = merged(hidden, kind, tables, None, replayed, factors, dtype)
-            return constrain(hidden, row_axes(), "context"), seen, routing if record else None
+            return constrain(hidden, row_axes(), "context"), sums, seen, routing if record else None
 
         return REMAT[remat](call)
 
-    blocks = [block(kind) for kind in kinds]
+    blocks = [block(offset, kind) for offset, kind in enumerate(kinds)]
 
-    def period(hidden: Array, part: tuple[Params, Array | None]) -> tuple[Array, tuple[list[KeyValue], list[Routing]]]:
-        seen, routings = [], []
+    def period(carry: tuple[Array, Params], part: tuple[Params, Array | None, Array | None]) -> tuple[Any, Any]:
+        (hidden, sums), (layers, choices, index), seen, routings = carry, part, [], []
         for offset, (kind, call) in enumerate(zip(kinds, blocks, strict=True)):
-            layer, replayed = part
+            layer, replayed = layers, choices
             if run.period > 1:
-                layer = _layer(layer, kinds, offset)
-                replayed = None if replayed is None or not kind.experts else replayed[_index(kinds, offset, "experts")]
-            hidden, layer_seen, routing = call(hidden, layer, replayed)
+                layer = _layer(layers, kinds, offset)
+                replayed = None if choices is None or not kind.experts else choices[_index(kinds, offset, "experts")]
+            hidden, sums, layer_seen, routing = call(hidden, sums, layer, replayed, index)
             seen.append(layer_seen)
             routings += [] if routing is None else [routing]
-        return hidden, (seen, routings)
+        return (hidden, sums), (seen, routings)
 
     groups = {"experts" if kind.experts else "dense" for kind in kinds} | {"all"}
     present = {name: part for name, part in weights.items() if _GROUPS.get(name, "all") in groups}
     taken = _of_groups(present, lambda leaf, group: _periods(arch, run, leaf, group))
     replayed = None if choices is None or "experts" not in groups else _periods(arch, run, choices, "experts")
-    hidden, (seen, routings) = jax.lax.scan(period, hidden, (taken, replayed))
-    return hidden, _interleaved(seen), _interleaved(routings) if routings else None
+    index = jnp.arange(run.repeats) if stack.sums else None
+    carry, (seen, routings) = jax.lax.scan(period, (hidden, stack.sums), (taken, replayed, index))
+    return carry, _interleaved(seen), _interleaved(routings) if routings else None
 
 
 # Parameters of a stack lie along its layers: all of them, or those with an MLP, or those with experts.
@@ -310,6 +330,17 @@ def _periods(arch: Arch, run: Run, leaf: Any, group: str) -> Any:
     part = leaf if (start, stop) == (0, leaf.shape[0]) else leaf[start:stop]
     # Not even a dim of size 1 is added to what is scanned layer by layer: XLA would copy it away again in every pass.
     return part if run.period == 1 else part.reshape(run.repeats, (stop - start) // run.repeats, *leaf.shape[1:])
+
+
+def _places(arch: Arch, run: Run, offset: int, index: Int[Array, ""], names: Iterable[str]) -> dict[str, Int[Array, ""]]:
+    """Return where along the named parameters of its stack a layer lies: number `offset` of one pass of a run."""
+    kinds = layer_kinds(arch)
+
+    def place(group: str) -> Array:
+        start, after = (_index(kinds, run.first + run.period * passes, group) for passes in (0, 1))
+        return index * (after - start) + _index(kinds, run.first + offset, group)
+
+    return {name: place(_GROUPS.get(name, "all")) for name in names}
 
 
 def _layer(weights: Mapping[str, Any], kinds: Sequence[LayerKind], layer: int) -> Params:
@@ -371,8 +402,11 @@ def _block_graph(arch: Arch, experts: bool) -> Any:
 def merge(arch: Arch, params: Params) -> Decoder:
     """Return the decoder made of `params`, a nested dict of arrays; stacked or, as `unstack` returns them, separate.
 
-    They may have the factors of an adapter among them, see `lora.attach`; stacked ones may be quantised, see `quantized.py`.
+    They may have the factors of an adapter among them, see `lora.attach`; stacked ones may be quantised, see `quantized.py`,
+    or come with sums for their gradients, see `sums.py`.
     """
+    params = dict(params)
+    sums = params.pop(SUMS, {})
     stacked = "qkv" in params["layers"]
     if stacked:
         layers, factors = detach(params["layers"])
@@ -380,7 +414,7 @@ def merge(arch: Arch, params: Params) -> Decoder:
         split = {number: detach(layer) for number, layer in params["layers"].items()}
         layers, factors = ({number: parts[side] for number, parts in split.items()} for side in (0, 1))
     decoder = nnx.merge(_blueprint(arch, stacked)[0], {**params, "layers": layers})
-    decoder.factors = nnx.data(factors)
+    decoder.factors, decoder.sums = nnx.data(factors), nnx.data(sums)
     return decoder
 
 
