@@ -36,7 +36,7 @@ from rljax.learner.critic import Critic
 from rljax.learner.state import TrainState
 from rljax.learner.step import DeviceBatch, Learner
 from rljax.manifest import MANIFEST
-from rljax.memory import estimate
+from rljax.memory import estimate, give_back_freed
 from rljax.mesh import build_mesh, data_shards
 from rljax.models.quantized import num_bytes
 from rljax.pytree import Params
@@ -56,6 +56,8 @@ from rljax.telemetry.profile import Clock
 from rljax.telemetry.sinks import MetricsFile, RolloutLog, Sink, Sinks, TensorBoardSink, read_metrics
 
 _log = logging.getLogger(__name__)
+
+_LONG_COMPILATION = 0.5  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,6 +474,8 @@ def _compile_time(clock: Clock) -> Iterator[list[float]]:
         if event == "/jax/core/compile/backend_compile_duration":
             clock.reassign(duration_secs, "compile")
             compiled.append(duration_secs)
+            if duration_secs > _LONG_COMPILATION:  # before what was compiled runs, and takes memory itself
+                give_back_freed()
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -1,9 +1,11 @@
 """What a run will need, told before its first compilation: tokens per step, and bytes on each device.
 
-Owns the arithmetic and the sentence that says which options to lower. Refuses to measure anything: parameters, states and the
-cache are counted exactly from their shapes and layouts; gradients and activations follow from what the step keeps.
+Owns the arithmetic, the sentence that says which options to lower, and giving back what the host no longer needs. Refuses to
+measure anything: parameters, states and the cache are counted exactly from their shapes and layouts; gradients and activations
+follow from what the step keeps.
 """
 
+import ctypes
 import math
 from dataclasses import dataclass
 
@@ -94,6 +96,16 @@ def estimate(config: Config, learner: Learner, engine: Engine) -> Estimate:
     parts = tuple(Part(name, size, options) for name, (size, options) in copies.items())
     stats = learner.mesh.local_devices[0].memory_stats() or {}
     return Estimate(*_tokens(config, learner), parts, stats.get("bytes_limit"))
+
+
+def give_back_freed() -> None:
+    """Return memory of the host that this process has freed to the system, where the C library can (glibc).
+
+    Compiling from several threads leaves hundreds of megabytes in free lists, from which large arrays take nothing.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _tokens(config: Config, learner: Learner) -> tuple[int, int]:

@@ -1,6 +1,9 @@
 """The estimate before the first compilation agrees with what XLA allocates, and counts exactly what is there."""
 
+import ctypes
 import dataclasses
+import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from rljax.learner.step import Learner
-from rljax.memory import Estimate, Part, activation_bytes, estimate
+from rljax.memory import Estimate, Part, activation_bytes, estimate, give_back_freed
 from rljax.mesh import bytes_per_device, data_shards
 from rljax.models.arch import Arch
 from tests.tiny_model import (
@@ -157,3 +160,21 @@ def test_bytes_of_a_device_follow_layout_and_type() -> None:
     place = jax.sharding.NamedSharding(mesh_of("tensor"), jax.sharding.PartitionSpec("fsdp", "tensor"))
     shapes = [jax.ShapeDtypeStruct((8, 6), dtype, sharding=place) for dtype in (jnp.float32, jnp.bfloat16, jnp.int4, bool)]
     assert [bytes_per_device([shape]) for shape in shapes] == [24, 12, 3, 6]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="no glibc")
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    allocated, size, count = ctypes.CDLL(None), 2**16, 4096  # each below what malloc takes from the system by itself
+    allocated.malloc.restype, allocated.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    pieces = [allocated.malloc(size) for _ in range(count)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, size)
+    for piece in pieces[:-1]:  # the last one keeps the heap from shrinking at its end
+        allocated.free(piece)
+    before = resident()
+    give_back_freed()
+    assert before - resident() > size * count // 2
+    allocated.free(pieces[-1])
