@@ -177,9 +177,10 @@ class OptimizerConfig(Section):
         "AdamW; Adafactor, which keeps means of the squares of rows and columns instead of moments, and whose learning rate is "
         "relative to the size of each matrix; or Muon for matrices, with AdamW for the rest.",
     )
-    moments_dtype: DType = option(
+    moments_dtype: Literal["float32", "bfloat16", "int8"] = option(
         "float32",
-        "Type in which moments are kept; bfloat16 halves them, and is rounded at random, so that averages go on moving.",
+        "Type in which moments are kept: bfloat16 takes half the memory, and int8, codes of 8 bits with a scale per block of 64 to "
+        "127 numbers (those of matrices), a quarter. Both are rounded at random, so that averages go on moving.",
     )
     learning_rate: float = option(1e-6, "Peak learning rate.", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "Shape after the warm-up.")
