@@ -179,8 +179,8 @@ class OptimizerConfig(Section):
     )
     moments_dtype: Literal["float32", "bfloat16", "int8"] = option(
         "float32",
-        "Type in which moments are kept: bfloat16 takes half the memory, and int8, codes of 8 bits with a scale per block of 64 to "
-        "127 numbers (those of matrices), a quarter. Both are rounded at random, so that averages go on moving.",
+        "Type in which moments are kept: bfloat16 takes half the memory; int8, for matrices codes of 8 bits with a scale per "
+        "block of 64 to 127 numbers, a quarter. Both are rounded at random, so that averages go on moving.",
     )
     learning_rate: float = option(1e-6, "Peak learning rate.", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "Shape after the warm-up.")

@@ -113,6 +113,7 @@ def test_a_configuration_is_frozen_and_closed() -> None:
         ({"optimizer": {"muon_momentum": 0.9}}, ["optimizer.muon_momentum", "'adamw'"]),
         ({"optimizer": {"rule": "adafactor", "b1": 0.8}}, ["optimizer.b1", "'adafactor'", "no moments"]),
         ({"optimizer": {"rule": "adafactor", "moments_dtype": "bfloat16"}}, ["optimizer.moments_dtype", "'adafactor'"]),
+        ({"optimizer": {"rule": "adafactor", "moments_dtype": "int8"}}, ["optimizer.moments_dtype", "'adafactor'"]),
         ({"optimizer": {"schedule": "cosine"}}, ["optimizer.schedule", "optimizer.decay_steps"]),
         (
             {"optimizer": {"schedule": "linear", "decay_steps": 9, "warmup_steps": 9}},

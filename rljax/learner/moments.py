@@ -3,7 +3,7 @@
 Owns the types, the code of 8 bits and its blocks, and the draws. Refuses to own what moments are (optimizer.py, rules.py):
 arithmetic between two updates is float32 whatever they are kept in. How they lie on a mesh is in state.py.
 
-    moment [l, d, f]  ->  codes [l, d, f] int8, of a second moment uint8;  scale [l, d, f / block] float32, max |x| of each block
+    moment [l, d, f]  ->  codes [l, d, f] int8, of a second moment uint8;  scale [l, d, f / block] float32, max |x| of each
     block: 64 to 127 neighbours along the last dim that has as many, so that codes and scales lie on a mesh as the moment does
 """
 

@@ -147,10 +147,10 @@ def _on(mesh: Mesh, leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
 def _check_blocks(path: Any, codes: tuple[int, ...], scale: tuple[int, ...], spec: Any, mesh: Mesh) -> None:
     for numbers, blocks, axis in zip(codes, scale, spec, strict=True):
         if axis is not None and blocks % mesh.shape[axis]:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ValueError(
-                f"optimizer.moments_dtype = 'int8' has {blocks} blocks of {numbers // blocks} numbers in "
-                f"{jax.tree_util.keystr(path, simple=True, separator='.')}, and mesh.{axis} ({mesh.shape[axis]}) must divide them; "
-                f"choose another mesh.{axis}, or 'bfloat16'"
+                f"optimizer.moments_dtype = 'int8' has {blocks} blocks of {numbers // blocks} numbers in {name}, and mesh.{axis} ({mesh.shape[axis]}) must "
+                f"divide them; choose another mesh.{axis}, or 'bfloat16'"
             )
 
 

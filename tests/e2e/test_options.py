@@ -133,6 +133,7 @@ CHANGES = {
     "optimizer.rule=adafactor": "",
     "optimizer.rule=muon": "",
     "optimizer.moments_dtype=bfloat16": "",
+    "optimizer.moments_dtype=int8": "",
     "optimizer.muon_momentum=0.5": "muon",
     "optimizer.b1=0.5": "",
     "optimizer.b2=0.9": "",

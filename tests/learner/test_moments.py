@@ -23,8 +23,8 @@ from tests.tiny_model import ARCH, batch_of, config_of, learner_of, mesh_of, som
 FLOAT32 = 2e-6
 """Relative rounding of a magnitude in float32: its line begins below 0."""
 LIKENESS = 0.97
-"""Cosine between directions of codes and of float32 where gradients of a block differ by up to a thousand: second moments a million
-times smaller than the largest have codes a factor of two apart."""
+"""Cosine between directions of codes and of float32 where gradients of a block differ by up to a thousand: there second moments
+are a million times smaller than the largest, and codes a factor of two apart."""
 WIDE = dataclasses.replace(ARCH, embed_dim=256, head_dim=64, ffn_dim=384)
 EIGHT = {"optimizer": {"moments_dtype": "int8", "b1": 0.9, "eps": 1e-8, "learning_rate": 1e-3}}
 
@@ -175,7 +175,9 @@ def gradients_of(count: int) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(3)
     scale = 10.0 ** rng.uniform(-3, 0, 128)
     scale[:8] = 0.0
-    return [{"w": np.float32(rng.normal(size=(64, 128)) * scale), "bias": np.float32(rng.normal(size=128))} for _ in range(count)]
+    return [
+        {"w": np.float32(rng.normal(size=(64, 128)) * scale), "bias": np.float32(rng.normal(size=128))} for _ in range(count)
+    ]
 
 
 def test_updates_are_those_of_adamw_with_moments_that_go_through_codes() -> None:
@@ -264,7 +266,9 @@ def test_a_mesh_that_would_split_a_block_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_restores_on_another_mesh_bit_for_bit_and_a_step_is_the_same_there(tmp_path: Path) -> None:
-    learners = {name: Learner(WIDE, mesh_of(name), config_of(data_shards(mesh_of(name)), **EIGHT)) for name in ("one", "tensor")}
+    learners = {
+        name: Learner(WIDE, mesh_of(name), config_of(data_shards(mesh_of(name)), **EIGHT)) for name in ("one", "tensor")
+    }
     rng = np.random.default_rng(0)
     host = jax.tree.map(lambda leaf: rng.normal(0.0, 0.05, leaf.shape).astype(np.float32), abstract_params(WIDE))
     after = {}
