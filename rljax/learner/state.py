@@ -149,8 +149,8 @@ def _check_blocks(path: Any, codes: tuple[int, ...], scale: tuple[int, ...], spe
         if axis is not None and blocks % mesh.shape[axis]:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ValueError(
-                f"optimizer.moments_dtype = 'int8' has {blocks} blocks of {numbers // blocks} numbers in {name}, and mesh.{axis} ({mesh.shape[axis]}) must "
-                f"divide them; choose another mesh.{axis}, or 'bfloat16'"
+                f"mesh.{axis} ({mesh.shape[axis]}) must divide the {blocks} blocks of {numbers // blocks} numbers in {name}, "
+                f"which optimizer.moments_dtype = 'int8' keeps whole; choose another mesh.{axis}, or moments in 'bfloat16'"
             )
 
 
