@@ -91,7 +91,12 @@ def estimate(config: Config, learner: Learner, engine: Engine) -> Estimate:
         ),
         "activations of a micro-batch": (
             activation_bytes(learner),
-            ("train.micro_batch_size_per_device", *(("model.remat",) if model.remat != "full" else ()), "train.pack_length"),
+            (
+                "train.micro_batch_tokens",
+                "train.micro_batch_size_per_device",
+                *(("model.remat",) if model.remat != "full" else ()),
+                "train.pack_length",
+            ),
         ),
     }
     parts = tuple(Part(name, size, options) for name, (size, options) in copies.items())
@@ -147,7 +152,7 @@ def activation_bytes(learner: Learner) -> int:
     config, arch, mesh = learner.config, learner.arch, learner.mesh.shape
     w, split, d = jnp.dtype(config.model.compute_dtype).itemsize, mesh["tensor"], arch.embed_dim
     length = config.pack_length
-    tokens = config.train.micro_batch_size_per_device * length
+    tokens = config.micro_batch_size_per_device * length
     heads, pairs = arch.num_heads * arch.head_dim // split, arch.num_heads * _keys(length, mesh["context"]) // split
     qkv = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim // split
     experts = arch.experts

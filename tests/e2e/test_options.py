@@ -204,6 +204,7 @@ UNCHANGED = (
     "env.workers=1",
     "train.micro_batch_size_per_device=1",
     "train.pack_length=120",
+    "train.micro_batch_tokens=160",
     "eval.every=1",
     "telemetry.tensorboard=true",
     "telemetry.rollouts=false",
