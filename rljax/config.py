@@ -18,6 +18,9 @@ from rljax.section import Section, option
 
 DType = Literal["float32", "bfloat16"]
 
+_ROWS = 8
+_LONGEST_CHOSEN_ROW = 512  # docs/benchmarks.md: longer rows cost more per token, since attention grows with them
+
 PathOption = Annotated[Path, Field(strict=False)]
 
 
@@ -177,9 +180,10 @@ class OptimizerConfig(Section):
         "AdamW; Adafactor, which keeps means of the squares of rows and columns instead of moments, and whose learning rate is "
         "relative to the size of each matrix; or Muon for matrices, with AdamW for the rest.",
     )
-    moments_dtype: DType = option(
+    moments_dtype: Literal["float32", "bfloat16", "int8"] = option(
         "float32",
-        "Type in which moments are kept; bfloat16 halves them, and is rounded at random, so that averages go on moving.",
+        "Type in which moments are kept: bfloat16 takes half the memory; int8, for matrices codes of 8 bits with a scale per "
+        "block of 64 to 127 numbers, a quarter. Both are rounded at random, so that averages go on moving.",
     )
     learning_rate: float = option(1e-6, "Peak learning rate.", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "Shape after the warm-up.")
@@ -223,8 +227,22 @@ class TrainConfig(Section):
     steps: int = option(100, "Optimizer steps of the whole run (steps).", ge=1)
     rollout_batch_size: int = option(8, "Tasks sampled between two weight updates of the sampler, over all hosts.", ge=1)
     mini_batch_size: int | None = option(None, "Tasks per optimizer step; default: all of rollout_batch_size.", ge=1)
-    micro_batch_size_per_device: int = option(8, "Packed rows per device in one forward and backward pass.", ge=1)
-    pack_length: int | None = option(None, "Tokens of a packed row; default: the longest rollout.", ge=2)
+    micro_batch_tokens: int | None = option(
+        None,
+        "Most tokens per device in one forward and backward pass; what is not given of rows and their length follows from it.",
+        ge=2,
+    )
+    micro_batch_size_per_device: int | None = option(
+        None,
+        "Packed rows per device in one forward and backward pass; default: as many as micro_batch_tokens hold, or 8.",
+        ge=1,
+    )
+    pack_length: int | None = option(
+        None,
+        "Tokens of a packed row; default: the longest rollout, with micro_batch_tokens also what a whole group may need, up to "
+        "512 tokens.",
+        ge=2,
+    )
 
 
 class CheckpointConfig(Section):
@@ -330,6 +348,23 @@ class Config(Section):
                 f"train.pack_length ({train.pack_length}) is shorter than sampler.max_prompt_length + "
                 f"sampler.max_completion_length ({longest}); raise it or lower one of the two"
             )
+        yield from self._unfit_budget()
+
+    def _unfit_budget(self) -> Iterator[str]:
+        train = self.train
+        if train.micro_batch_tokens is None:
+            return
+        if train.pack_length is not None and train.micro_batch_size_per_device is not None:
+            yield (
+                "train.micro_batch_tokens has no effect with both train.pack_length and train.micro_batch_size_per_device; "
+                "remove one of the three"
+            )
+        elif self.pack_length * (train.micro_batch_size_per_device or 1) > train.micro_batch_tokens:
+            rows = "a row" if train.micro_batch_size_per_device is None else "train.micro_batch_size_per_device rows"
+            yield (
+                f"train.micro_batch_tokens ({train.micro_batch_tokens}) is less than {rows} of {self.pack_length} tokens; "
+                "raise it, or lower what is too long"
+            )
 
     def _partial_batches(self) -> Iterator[str]:
         updates = self.updates_per_batch
@@ -393,8 +428,27 @@ class Config(Section):
 
     @property
     def pack_length(self) -> int:
-        """Tokens of a packed row."""
-        return self.train.pack_length or self.sampler.max_prompt_length + self.sampler.max_completion_length
+        """Tokens of a packed row; it follows from the recipe alone, so it is the same on every mesh and in every process.
+
+        By default it is that of the longest rollout. With a budget of tokens it is longer where a group needs more, up to
+        `_LONGEST_CHOSEN_ROW` and to the share of each row: the prompt is then stored once for more of the group.
+        """
+        prompt, completion = self.sampler.max_prompt_length, self.sampler.max_completion_length
+        if self.train.pack_length is not None:
+            return self.train.pack_length
+        if self.train.micro_batch_tokens is None:
+            return prompt + completion
+        share = self.train.micro_batch_tokens // (self.train.micro_batch_size_per_device or 1)
+        group = prompt + self.algorithm.num_generations * completion
+        return max(prompt + completion, min(group, _LONGEST_CHOSEN_ROW, share))
+
+    @property
+    def micro_batch_size_per_device(self) -> int:
+        """Packed rows per device in one forward and backward pass."""
+        if self.train.micro_batch_size_per_device is not None:
+            return self.train.micro_batch_size_per_device
+        budget = self.train.micro_batch_tokens
+        return _ROWS if budget is None else max(1, budget // self.pack_length)
 
     def hash(self) -> str:
         """Hash of the options that decide the trained parameters, so that a resume under another recipe is noticed.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from rljax.config import Config
 from rljax.learner.step import Learner, logit_positions
 from rljax.mesh import bytes_per_device, data_shards, on_cpu
+from rljax.models.attention import queries_together
 from rljax.rollouts.batching import batch_shape
 from rljax.rollouts.weights import published_params
 from rljax.sampler.engine import Engine
@@ -90,7 +91,12 @@ def estimate(config: Config, learner: Learner, engine: Engine) -> Estimate:
         ),
         "activations of a micro-batch": (
             activation_bytes(learner),
-            ("train.micro_batch_size_per_device", *(("model.remat",) if model.remat != "full" else ()), "train.pack_length"),
+            (
+                "train.micro_batch_tokens",
+                "train.micro_batch_size_per_device",
+                *(("model.remat",) if model.remat != "full" else ()),
+                "train.pack_length",
+            ),
         ),
     }
     parts = tuple(Part(name, size, options) for name, (size, options) in copies.items())
@@ -152,23 +158,24 @@ def activation_bytes(learner: Learner) -> int:
     Bytes per token and layer, w per number in `model.compute_dtype`, of dims that `tensor` splits a device's part:
     - kept: the residual stream, 4 d (the carry of the scan over layers); with `dots` what `remat.keep` marks in `Block` and
       `Moe`, w (qkv + heads + d + 2 f), which `offload` keeps on the host (a CPU is its own); with `none` also what norms,
-      rotations, softmax and gates give.
-    - one layer at a time: what was not kept, three float32 arrays of all pairs of positions (scores, their softmax, its
-      gradient: `attention.attend`), the gradients of the MLP and the residual stream, and weights gathered over `fsdp`.
+      rotations, softmax (two arrays of pairs, see below) and gates give.
+    - one layer at a time: what was not kept, three float32 arrays of the pairs of positions that are attended (scores, their
+      softmax, its gradient: `attention.attend_in_order`, of all of its parts), the gradients of the MLP and the residual
+      stream, and weights gathered over `fsdp`.
     - instead of a layer: logits and their gradient of `logit_positions` tokens, the output head and its gradient
       (`algorithms/logprobs`).
     """
     config, arch, mesh = learner.config, learner.arch, learner.mesh.shape
     w, split, d = jnp.dtype(config.model.compute_dtype).itemsize, mesh["tensor"], arch.embed_dim
     length = config.pack_length
-    tokens = config.train.micro_batch_size_per_device * length
-    heads, pairs = arch.num_heads * arch.head_dim // split, arch.num_heads * length // split
+    tokens = config.micro_batch_size_per_device * length
+    heads, pairs = arch.num_heads * arch.head_dim // split, arch.num_heads * _keys(length, mesh["context"]) // split
     qkv = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim // split
     experts = arch.experts
     copies = 1 if experts is None else experts.per_token
     f = copies * (arch.ffn_dim if experts is None else experts.ffn_dim) // split
     marked = w * (qkv + heads + d + 2 * f)
-    softmax = (_FLOAT32 if w == _FLOAT32 else _FLOAT32 + w) * pairs
+    softmax = (2 * _FLOAT32 if w == _FLOAT32 else 2 * _FLOAT32 + w) * pairs
     rest = 2 * (_FLOAT32 + w) * d + 2 * w * qkv + softmax + (2 * _FLOAT32 + w) * f
     offloaded = marked if on_cpu(learner.mesh) else 0
     kept = _FLOAT32 * d + {"full": 0, "offload": offloaded, "dots": marked, "none": marked + rest}[config.model.remat]
@@ -177,6 +184,11 @@ def activation_bytes(learner: Learner) -> int:
     vocab = arch.vocab_size // split
     head = 2 * _FLOAT32 * min(tokens, logit_positions(arch.vocab_size)) * vocab + (w + _FLOAT32) * vocab * d
     return tokens * arch.num_layers * kept + max(one_layer, head)
+
+
+def _keys(length: int, context: int) -> int:
+    """Return the mean number of keys that have a score with a query; all of the row's where `context` splits it."""
+    return sum((end - start) * end for start, end in queries_together(length)) // length if context == 1 else length
 
 
 def _gathered(learner: Learner, itemsize: int) -> int:

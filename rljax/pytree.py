@@ -4,7 +4,7 @@ Owns the `@pytree` decorator and naming of leaves. Knows nothing of models, mesh
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -47,3 +47,9 @@ def leaf_names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
     """Return the dotted path of every leaf, in traversal order."""
     paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+
+
+def owner_of(path: Any, owners: Mapping[str, T]) -> T | None:
+    """Return what is kept under the longest name that a path of tree keys ends with; None where it ends with none of them."""
+    names = (jax.tree_util.keystr(tuple(path[start:]), simple=True, separator=".") for start in range(len(path)))
+    return next((owners[name] for name in names if name in owners), None)

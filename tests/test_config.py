@@ -23,6 +23,24 @@ def test_the_defaults_keep_the_rules() -> None:
     assert config.pack_length == config.sampler.max_prompt_length + config.sampler.max_completion_length
 
 
+@pytest.mark.parametrize(
+    ("train", "generations", "length", "rows"),
+    [
+        ({}, 8, 256, 8),
+        ({"micro_batch_tokens": 1024}, 8, 512, 2),  # a group needs 128 + 8 x 128 tokens
+        ({"micro_batch_tokens": 1024}, 2, 384, 2),  # 128 + 2 x 128: all of it in one row
+        ({"micro_batch_tokens": 300}, 8, 300, 1),
+        ({"micro_batch_tokens": 600, "micro_batch_size_per_device": 2}, 8, 300, 2),
+        ({"micro_batch_tokens": 2000, "pack_length": 256}, 8, 256, 7),
+        ({"micro_batch_size_per_device": 3}, 8, 256, 3),
+    ],
+)
+def test_rows_follow_from_a_budget_of_tokens(train: dict[str, int], generations: int, length: int, rows: int) -> None:
+    lengths = {"max_prompt_length": 128, "max_completion_length": 128}
+    config = Config.model_validate({"train": train, "sampler": lengths, "algorithm": {"num_generations": generations}})
+    assert (config.pack_length, config.micro_batch_size_per_device) == (length, rows)
+
+
 def test_every_option_has_a_sentence() -> None:
     for name, field in Config.model_fields.items():
         assert isinstance(field.annotation, type)
@@ -51,6 +69,15 @@ def test_a_configuration_is_frozen_and_closed() -> None:
         ({"algorithm": {"num_iterations": 4}}, ["checkpoint.every (10)", "algorithm.num_iterations"]),
         ({"train": {"mini_batch_size": 4}, "eval": {"every": 3}}, ["eval.every (3)", "train.mini_batch_size"]),
         ({"train": {"pack_length": 100}}, ["train.pack_length (100)", "sampler.max_prompt_length", "max_completion_length"]),
+        ({"train": {"micro_batch_tokens": 200}}, ["train.micro_batch_tokens (200)", "a row of 256 tokens"]),
+        (
+            {"train": {"micro_batch_tokens": 400, "micro_batch_size_per_device": 2}},
+            ["train.micro_batch_tokens (400)", "train.micro_batch_size_per_device rows of 256"],
+        ),
+        (
+            {"train": {"micro_batch_tokens": 512, "micro_batch_size_per_device": 2, "pack_length": 256}},
+            ["train.micro_batch_tokens has no effect", "train.pack_length"],
+        ),
         ({"sampler": {"cache_tokens": 200}}, ["sampler.cache_tokens (200)", "sampler.max_prompt_length (128)"]),
         ({"mesh": {"fsdp": 0}}, ["mesh.fsdp"]),
         ({"data": {"source": "file"}}, ["data.source", "data.path"]),
@@ -113,6 +140,7 @@ def test_a_configuration_is_frozen_and_closed() -> None:
         ({"optimizer": {"muon_momentum": 0.9}}, ["optimizer.muon_momentum", "'adamw'"]),
         ({"optimizer": {"rule": "adafactor", "b1": 0.8}}, ["optimizer.b1", "'adafactor'", "no moments"]),
         ({"optimizer": {"rule": "adafactor", "moments_dtype": "bfloat16"}}, ["optimizer.moments_dtype", "'adafactor'"]),
+        ({"optimizer": {"rule": "adafactor", "moments_dtype": "int8"}}, ["optimizer.moments_dtype", "'adafactor'"]),
         ({"optimizer": {"schedule": "cosine"}}, ["optimizer.schedule", "optimizer.decay_steps"]),
         (
             {"optimizer": {"schedule": "linear", "decay_steps": 9, "warmup_steps": 9}},

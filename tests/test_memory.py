@@ -32,13 +32,20 @@ WITHIN = 1.5
 MIDDLE = dataclasses.replace(
     ARCH, vocab_size=2048, num_layers=8, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=384
 )
-LONG = {"max_prompt_length": 200, "max_completion_length": 56}
+SHORT, LONG = (4, 200, 56), (1, 968, 56)
+"""Rows of a micro-batch on a device, and tokens of prompt and completion; in long rows scores are most of what a layer uses."""
 
 
-def found(arch: Arch, mesh: str, remat: str, **sampler: Any) -> tuple[int, int]:
+def found(arch: Arch, mesh: str, remat: str, rows: int, prompt: int, completion: int, moments: str) -> tuple[int, int]:
     """Return what the estimate and what XLA says of the memory of a train step on one device."""
     devices = mesh_of(mesh)
-    config = config_of(data_shards(devices), model={"remat": remat}, train={"micro_batch_size_per_device": 4}, sampler=sampler)
+    config = config_of(
+        data_shards(devices),
+        model={"remat": remat},
+        train={"micro_batch_size_per_device": rows},
+        sampler={"max_prompt_length": prompt, "max_completion_length": completion},
+        optimizer={"moments_dtype": moments},
+    )
     learner = Learner(arch, devices, config)
     with jax.set_mesh(devices):
         batch = learner.put(batch_of(learner, some_groups()))
@@ -52,26 +59,38 @@ def found(arch: Arch, mesh: str, remat: str, **sampler: Any) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "case",
     [
-        (ARCH, "one", "dots"),
-        (MIDDLE, "one", "dots"),
-        (MIDDLE, "one", "full"),
-        (MIDDLE, "one", "offload"),
-        (MIDDLE, "fsdp", "none"),
+        (ARCH, "one", "dots", 4, 24, 16, "float32"),
+        (MIDDLE, "one", "dots", *SHORT, "float32"),
+        (MIDDLE, "one", "full", *SHORT, "int8"),
+        (MIDDLE, "one", "offload", *SHORT, "float32"),
+        (MIDDLE, "fsdp", "none", *SHORT, "float32"),
+        (MIDDLE, "one", "full", *LONG, "float32"),
+        (MIDDLE, "one", "none", *LONG, "float32"),
     ],
 )
-def test_the_step_takes_about_what_was_estimated(case: tuple[Arch, str, str]) -> None:
-    arch, mesh, remat = case
-    ours, real = found(arch, mesh, remat, **(LONG if arch is MIDDLE else {}))
+def test_the_step_takes_about_what_was_estimated(case: tuple[Any, ...]) -> None:
+    ours, real = found(*case)
     assert real / WITHIN < ours < real * WITHIN
 
 
 def test_the_gradients_of_all_layers_exist_once() -> None:
     deep = dataclasses.replace(ARCH, vocab_size=256, num_layers=24, embed_dim=64, num_heads=4, num_kv_heads=2, ffn_dim=256)
-    _, real = found(deep, "one", "full")
+    _, real = found(deep, "one", "full", 4, 24, 8, "float32")
     learner = Learner(deep, mesh_of("one"), config_of())
     trained = bytes_per_device(learner.abstract_state.params)
     # Parameters and two moments are arguments; a second copy of the gradients would take it above five.
     assert 4 * trained < real < 4.7 * trained
+
+
+def test_scores_are_counted_where_a_query_may_see_a_key() -> None:
+    def size(prompt: int, rows: int) -> int:
+        sampler = {"max_prompt_length": prompt, "max_completion_length": 64}
+        options = {"model": {"remat": "full"}, "train": {"micro_batch_size_per_device": rows}, "sampler": sampler}
+        return activation_bytes(Learner(MIDDLE, mesh_of("one"), config_of(1, **options)))
+
+    # 128 queries with 128 keys, 128 with 256 and so on, of four heads, in three float32 arrays. All else is that of the tokens.
+    one_long, two_short = (128 * sum(range(128, length + 1, 128)) for length in (2048, 1024))
+    assert size(1984, 1) - size(960, 2) == 3 * 4 * 4 * (one_long - 2 * two_short)
 
 
 def held(tree: Any) -> int:
@@ -117,6 +136,11 @@ def test_a_critic_a_moving_reference_and_smaller_moments_are_counted() -> None:
     assert after["reference"] == before["parameters"]
     assert 3 * 0.6 * before["parameters"] < after["critic"] < 3 * before["parameters"], "no output head, but two moments"
     assert after["optimizer state"] == pytest.approx(before["optimizer state"] / 2, abs=16)
+    sizes = []
+    for kind in ("bfloat16", "int8"):
+        learner = Learner(MIDDLE, mesh_of("one"), config_of(1, optimizer={"moments_dtype": kind}))
+        sizes.append({part.name: part.size for part in estimate(learner.config, learner, engine).parts}["optimizer state"])
+    assert sizes[1] == pytest.approx(sizes[0] / 2 * (1 + 4 / 64), rel=0.02), "a byte, and a scale of four for each 64"
 
 
 def test_activations_fall_with_what_the_warning_names() -> None:

@@ -384,7 +384,10 @@ def test_reads_are_recorded_only_while_listening() -> None:
         assert config.optimizer.learning_rate > 0
         with record_reads() as inner:
             assert config.pack_length == 256
-        assert inner == {"train.pack_length", "sampler.max_prompt_length", "sampler.max_completion_length"}
+        assert inner == {
+            *("train.pack_length", "train.micro_batch_tokens"),
+            *("sampler.max_prompt_length", "sampler.max_completion_length"),
+        }
         assert config.env.options == {}
     assert config.run.seed == 0
     assert reads == inner | {"train.steps", "optimizer.learning_rate", "env.options"}
@@ -456,6 +459,8 @@ def _another_value(key: str, option: "recipe._Option") -> str:
         "train.rollout_batch_size": "16",
         "train.mini_batch_size": "8",
         "train.pack_length": "300",
+        "train.micro_batch_tokens": "600",
+        "train.micro_batch_size_per_device": "16",
         "sampler.cache_tokens": "300",
         "optimizer.min_learning_rate": "1e-4",
         "optimizer.decay_steps": "60",

@@ -1,7 +1,8 @@
-"""One optimizer update: clip, rule, weight decay, learning-rate schedule, and the type in which moments are kept.
+"""One optimizer update: clip, rule, weight decay and learning-rate schedule.
 
-Owns the choice of the rule, AdamW, and the only use of optax. Refuses to own the rules for matrices (rules.py), gradients
-(they arrive summed over the whole optimizer step) and the decision which parameters decay (the model knows which are vectors).
+Owns the choice of the rule, AdamW, and the only use of optax. Refuses to own the rules for matrices (rules.py), the types in
+which moments are kept (moments.py), gradients (they arrive summed over the whole optimizer step) and the decision which
+parameters decay (the model knows which are vectors).
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -13,7 +14,8 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from rljax.config import OptimizerConfig
-from rljax.learner.rules import adafactor, is_hidden_matrix, muon, rounded
+from rljax.learner.moments import kept, restored
+from rljax.learner.rules import adafactor, is_hidden_matrix, muon
 
 DecayMask = Callable[[Any], Any]
 """From a tree of parameters to a tree of the same structure with True where weight decay applies."""
@@ -25,7 +27,7 @@ class OptimizerState(NamedTuple):
     updates: Int[Array, ""]
     """Optimizer updates done, int32."""
     moments: Any
-    """State of the rule: its averages, in `moments_dtype`, and its counter."""
+    """State of the rule: its averages, as `moments_dtype` says, and its counter."""
 
 
 class Update(NamedTuple):
@@ -58,14 +60,14 @@ class Optimizer:
             decay_mask: Says which parameters weight decay applies to.
             axes: Logical axis names of every parameter, from which the rules for matrices know what is one.
         """
-        self.config = config
+        self.config, self._axes = config, axes
         decay = optax.add_decayed_weights(config.weight_decay, mask=decay_mask)
         self._rule = optax.chain(_RULES[config.rule](config, axes), decay)
 
     def init(self, params: Any) -> OptimizerState:
         """Return the state before the first update: zeros shaped like the parameters, or like means of them, and counters."""
         updates = jnp.zeros((), jnp.int32)
-        return OptimizerState(updates, rounded(self._rule.init(_wide(params)), self.config.moments_dtype, updates))
+        return OptimizerState(updates, self._kept(self._rule.init(_wide(params)), updates))
 
     def update(self, grads: Any, state: OptimizerState, params: Any) -> Update:
         """Clip the gradients to `max_grad_norm` and apply one update; pure, for use under jit.
@@ -74,12 +76,14 @@ class Optimizer:
         """
         grads, grad_norm = clip_by_global_norm(_wide(grads), self.config.max_grad_norm)
         wide = _wide(params)
-        directions, moments = self._rule.update(grads, _wide(state.moments), wide)
+        directions, moments = self._rule.update(grads, restored(state.moments), wide)
         updates = state.updates + 1
         rate = _schedule(self.config, updates)
         new = jax.tree.map(lambda old, at, by: (at - rate * by).astype(old.dtype), params, wide, directions)
-        kept = rounded(moments, self.config.moments_dtype, updates)
-        return Update(new, OptimizerState(updates, kept), grad_norm, rate)
+        return Update(new, OptimizerState(updates, self._kept(moments, updates)), grad_norm, rate)
+
+    def _kept(self, moments: Any, updates: Array) -> Any:
+        return kept(moments, self.config.moments_dtype, updates, self._axes)
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

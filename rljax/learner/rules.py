@@ -1,8 +1,8 @@
-"""Update rules for matrices: Muon and Adafactor, and rounding that keeps small increments.
+"""Update rules for matrices: Muon and Adafactor.
 
 Owns what one matrix is: parameters are stacks over layers and experts, and fused projections (`qkv`, `gate_up`) hold several
 matrices; each is updated by itself, as if it were a parameter of its own. Refuses to own AdamW, the clip, weight decay and the
-learning rate (optimizer.py).
+learning rate (optimizer.py), and how what a rule remembers is kept (moments.py).
 
 Whatever a rule remembers has the dims of its parameter, of size 1 where a mean was taken, so it lies on the mesh like it.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from rljax.pytree import leaf_names
 
@@ -28,8 +28,6 @@ _FUSED: Mapping[str, Callable[[int], tuple[int, ...]]] = {
 }
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _ADAFACTOR_FLOORS = (1e-30, 1e-3)
-_ROUNDING = 0x0B17  # purpose of random draws
-_MURMUR, _MURMUR_LAST = ((16, 0x85EBCA6B), (13, 0xC2B2AE35)), 16
 
 
 class Dims(NamedTuple):
@@ -101,7 +99,7 @@ def muon(axes: Any, momentum: float) -> Rule:
     M = beta M + (1 - beta) G and O = NewtonSchulz(beta M + (1 - beta) G); direction 0.2 sqrt(max(inputs, outputs)) O, so
     that its root mean square is about 0.2, AdamW's, and one learning rate serves both. `axes` are the names of every parameter.
     """
-    names = _by_path(axes)
+    names = by_path(axes)
 
     def init(params: Any) -> MuonState:
         return MuonState(jax.tree.map(jnp.zeros_like, params))
@@ -160,7 +158,7 @@ def adafactor(axes: Any) -> Rule:
     max(1, rms(U)), times max(1e-3, rms(parameter)). So learning rates are relative to the size of a matrix; the
     schedule alone decides them, without the paper's bound of 1 / sqrt(t).
     """
-    names = _by_path(axes)
+    names = by_path(axes)
 
     def init(params: Any) -> AdafactorState:
         zeros = _map_named(lambda name, leaf: jax.tree.map(jnp.zeros_like, _squares(names[name], leaf)), params)
@@ -211,48 +209,9 @@ def _adafactor_direction(names: Names, grad: Array, row: Array, column: Array | 
     return _join([one(*parts) for parts in zip(split[0], split[1], columns, split[2], strict=True)])
 
 
-def rounded(tree: Any, dtype: Any, updates: Int[Array, ""]) -> Any:
-    """Round float32 leaves to `dtype`: up or down at random, so that the mean over many updates is exact.
+def by_path(axes: Any) -> dict[str, Names]:
+    """Return the names of every parameter by its path."""
 
-    Rounded to nearest, an average in bfloat16 would stop moving: with b2 = 0.999 the increments of a second moment are
-    below half of the distance between two numbers (arXiv:2010.06192). The draws depend on the number of the update, the
-    leaf and the place in it alone. What is not finite stays so.
-    """
-    dtype = jnp.dtype(dtype)
-    if dtype == jnp.float32:
-        return tree
-    assert dtype == jnp.bfloat16, "the sixteen bits of float32 that are dropped are those bfloat16 lacks"
-    key = jax.random.fold_in(jax.random.key(_ROUNDING), updates)
-
-    def one(index: int, x: Array) -> Array:
-        if x.dtype != jnp.float32:
-            return x
-        draw = _mixed(jax.random.key_data(jax.random.fold_in(key, index)), x.shape) >> 16
-        bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + draw) & jnp.uint32(0xFFFF0000)
-        return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(bits, jnp.float32), x).astype(dtype)
-
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, [one(index, leaf) for index, leaf in enumerate(leaves)])
-
-
-def _mixed(key: UInt32[Array, " 2"], shape: tuple[int, ...]) -> UInt32[Array, "*s"]:
-    """Return 32 random bits for each place of an array: its number, mixed twice with the key by MurmurHash3's finaliser.
-
-    Unlike `jax.random.bits`, whose rounds are a loop over whole arrays on some backends, this becomes a part of the update's
-    own loop and takes no memory.
-    """
-    places = jnp.zeros(shape, jnp.uint32)
-    for dim, size in enumerate(shape):
-        places = places * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-    for word in key:
-        places = places ^ word
-        for shift, factor in _MURMUR:
-            places = (places ^ (places >> shift)) * jnp.uint32(factor)
-        places = places ^ (places >> _MURMUR_LAST)
-    return places
-
-
-def _by_path(axes: Any) -> dict[str, Names]:
     def is_leaf(node: Any) -> bool:
         return isinstance(node, tuple)
 

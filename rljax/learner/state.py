@@ -15,12 +15,13 @@ from jaxtyping import Array, Float, Int
 
 from rljax.algorithm_config import AlgorithmConfig
 from rljax.config import Config
+from rljax.learner.moments import Int8Moment, is_int8
 from rljax.learner.optimizer import Optimizer, OptimizerState
 from rljax.mesh import LEARNER_RULES, param_shardings, sharding
 from rljax.models.arch import Arch
 from rljax.models.decoder import abstract_params, decaying, logical_axes
 from rljax.models.lora import LoraSpec, abstract_adapter, adapter_axes, spec_of
-from rljax.pytree import Params, pytree, with_fields
+from rljax.pytree import Params, leaf_names, owner_of, pytree, with_fields
 
 
 @pytree
@@ -118,27 +119,41 @@ def abstract_state(arch: Arch, mesh: Mesh, config: Config, optimizer: Optimizer)
 def _placed(state: Any, params: Params, mesh: Mesh) -> Any:
     """Lay every leaf like the parameter that its path ends with, but whole along dims of which it holds a mean.
 
-    What belongs to no parameter (counters) is whole everywhere.
+    What belongs to no parameter (counters) is whole everywhere. Raises ValueError where a block of a moment in 8 bits would
+    be split.
     """
-    owners = {shape_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    owners = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
 
     def place(path: Any, leaf: Any) -> Any:
-        names = (shape_path(path[start:]) for start in range(len(path)))
-        owner = next((owners[name] for name in names if name in owners), None)
+        owner = owner_of(path, owners)
+        if is_int8(leaf):
+            assert owner is not None, "moments are those of parameters"
+            _check_blocks(path, leaf.codes.shape, leaf.scale.shape, owner.sharding.spec, mesh)
+            codes, scale = (_on(mesh, part, owner.sharding.spec) for part in (leaf.codes, leaf.scale))
+            return with_fields(Int8Moment, codes=codes, scale=scale)
         spec = []
         if owner is not None:
             parts = zip(leaf.shape, owner.shape, owner.sharding.spec, strict=True)
             spec = [axis if size == whole else None for size, whole, axis in parts]
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh, *spec))
+        return _on(mesh, leaf, spec)
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree_util.tree_map_with_path(place, state, is_leaf=is_int8)
+
+
+def _on(mesh: Mesh, leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh, *spec))
+
+
+def _check_blocks(path: Any, codes: tuple[int, ...], scale: tuple[int, ...], spec: Any, mesh: Mesh) -> None:
+    for numbers, blocks, axis in zip(codes, scale, spec, strict=True):
+        if axis is not None and blocks % mesh.shape[axis]:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"mesh.{axis} ({mesh.shape[axis]}) must divide the {blocks} blocks of {numbers // blocks} numbers in {name}, "
+                f"which optimizer.moments_dtype = 'int8' keeps whole; choose another mesh.{axis}, or moments in 'bfloat16'"
+            )
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
     """Attach a tree of shardings to a tree of shapes."""
     return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, shardings)
-
-
-def shape_path(path: Any) -> str:
-    """Return a tree path as text."""
-    return jax.tree_util.keystr(tuple(path), simple=True, separator=".")

@@ -264,7 +264,7 @@ def _forward(learner: Learner, params: Params, micro: DeviceBatch, dropout: floa
         temperature=config.sampler.temperature,
         valid_vocab=learner.arch.valid_vocab,
         soft_cap=learner.arch.final_soft_cap,
-        chunk=max(1, logit_positions(learner.arch.vocab_size) // config.train.micro_batch_size_per_device),
+        chunk=max(1, logit_positions(learner.arch.vocab_size) // config.micro_batch_size_per_device),
         length=micro.scored,
         entropy_gradient=config.algorithm.entropy_coef > 0,
     )

@@ -127,17 +127,19 @@ def attend_in_order(
     What is left out is about half of the work. Products of 128 queries at a time are also faster for what they do,
     since their scores need not go through memory.
     """
-    s = query.shape[1]
-    together = max(_TOGETHER, -(-s // _MOST_PARTS))
-    ends = [*range(together, s, together), s]
 
     def part(start: int, end: int) -> Array:
         factors = None if scales is None else Scales(scales.key[:, :, :end], scales.value[:, :, :end])
         keys, values = key[:, :, :end], value[:, :, :end]
         return attend(query[:, start:end], keys, values, mask[:, start:end, :end], options, sinks, factors)
 
-    parts = [part(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    return jnp.concatenate(parts, axis=1)
+    return jnp.concatenate([part(start, end) for start, end in queries_together(query.shape[1])], axis=1)
+
+
+def queries_together(length: int) -> list[tuple[int, int]]:
+    """Return first and last place, exclusive, of the queries of a row that `attend_in_order` works on at a time."""
+    together = max(_TOGETHER, -(-length // _MOST_PARTS))
+    return [(start, min(start + together, length)) for start in range(0, length, together)]
 
 
 def attend_part(

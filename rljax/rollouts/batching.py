@@ -50,7 +50,7 @@ def batch_shape(config: Config, data_shards: int, choices: tuple[int, int] | Non
         pack_length=config.pack_length,
         longest_rollout=sampler.max_prompt_length + sampler.max_completion_length,
         num_rollouts=config.mini_batch_size * config.algorithm.num_generations,
-        rows=config.train.micro_batch_size_per_device * data_shards,
+        rows=config.micro_batch_size_per_device * data_shards,
         choices=choices,
     )
 

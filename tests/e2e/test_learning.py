@@ -17,10 +17,11 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_reward_rises(server: Server, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "moments"), [(0, "float32"), (1, "float32"), (0, "int8")])
+def test_the_reward_rises(server: Server, tmp_path: Path, seed: int, moments: str) -> None:
     run = tmp_path / "run"
-    assert server.run(["train", *overrides(run, *OPTIONS, f"run.seed={seed}")]) == 0, server.output
+    more = (f"run.seed={seed}", f"optimizer.moments_dtype={moments}")
+    assert server.run(["train", *overrides(run, *OPTIONS, *more)]) == 0, server.output
     rewards = [row["reward/mean"] for row in step_metrics(run).values()]
     assert len(rewards) == STEPS
     first, last = float(np.mean(rewards[:5])), float(np.mean(rewards[-5:]))

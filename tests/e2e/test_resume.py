@@ -80,10 +80,14 @@ CRITIC = ("algorithm.preset=ppo", "algorithm.critic_warmup_steps=1", "train.step
 ADAFACTOR = ("optimizer.rule=adafactor", "train.steps=6", "checkpoint.keep=9")
 MUON = ("optimizer.rule=muon", "optimizer.moments_dtype=bfloat16", *CRITIC)
 """Moments of policy and critic are rounded at random."""
+INT8 = ("optimizer.moments_dtype=int8", *CRITIC)
+"""They have codes of 8 bits, in the matrices of the MLP."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [MOVING, CRITIC, ADAFACTOR, MUON], ids=["moving", "critic", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    "options", [MOVING, CRITIC, ADAFACTOR, MUON, INT8], ids=["moving", "critic", "adafactor", "muon", "int8"]
+)
 def test_a_run_with_everything_that_moves_dies_at_many_stages(server: Server, tmp_path: Path, options: tuple[str, ...]) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert server.run(["train", *overrides(whole, *options)]) == 0, server.output

@@ -14,8 +14,8 @@ import torch
 
 from rljax.checkpoint import CheckpointStore
 from rljax.config import OptimizerConfig
+from rljax.learner.moments import kept
 from rljax.learner.optimizer import Optimizer
-from rljax.learner.rules import rounded
 from rljax.models.arch import Experts
 from rljax.models.decoder import abstract_params, decaying, logical_axes
 from rljax.models.lora import LoraSpec, adapter_axes
@@ -172,7 +172,7 @@ def test_a_second_moment_reaches_the_mean_of_the_squares(dtype: Any, error: floa
 
 def test_rounding_is_to_a_neighbour_right_on_average_and_keyed_by_the_update() -> None:
     x = jnp.float32([1.001, -0.3337, 1e-20, 3.0, 0.0, jnp.inf, -jnp.inf, jnp.nan])
-    draws = jax.jit(jax.vmap(lambda n: rounded([x], "bfloat16", n)[0]))
+    draws = jax.jit(jax.vmap(lambda n: kept([x], "bfloat16", n, [("embed",)])[0]))
     found = np.asarray(draws(jnp.arange(2000, dtype=jnp.int32))).astype(np.float64)
     near = np.spacing(np.abs(np.float32(x[:5]))).astype(np.float64) * 2**16
     assert (np.abs(found[:, :5] - np.float64(x[:5])) <= near).all()
@@ -180,7 +180,7 @@ def test_rounding_is_to_a_neighbour_right_on_average_and_keyed_by_the_update() -
     np.testing.assert_array_equal(found[:, 5:], np.broadcast_to(np.float64(x[5:]), (2000, 3)))
     assert (found[:, 3] == 3.0).all()
     assert len(np.unique(found[:, 0])) == 2
-    again = np.asarray(rounded([x], "bfloat16", jnp.int32(7))[0], np.float64)
+    again = np.asarray(kept([x], "bfloat16", jnp.int32(7), [("embed",)])[0], np.float64)
     np.testing.assert_array_equal(again, found[7])
 
 

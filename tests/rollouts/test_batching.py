@@ -26,6 +26,14 @@ def settings(*more: str) -> Config:
     )
 
 
+def test_the_shape_follows_from_a_budget_of_tokens_on_every_mesh() -> None:
+    config = load(None, ["train.micro_batch_tokens=1200", "algorithm.num_generations=4", "train.rollout_batch_size=2"])
+    for shards in (1, 4):
+        shape = batch_shape(config, shards)
+        assert (shape.rows, shape.length) == (2 * shards, 512), "two rows of 512 on each device"
+        assert shape.micro_batches * shape.rows * (512 // 256) >= 2 * 4, "the longest rollouts fit"
+
+
 def rollout(task: str, attempt: int, reward: float | None, length: int, reason: FinishReason = "stop") -> Rollout:
     n = PROMPT + length
     by_model = np.arange(n) >= PROMPT
