@@ -67,7 +67,13 @@ class Optimizer:
     def init(self, params: Any) -> OptimizerState:
         """Return the state before the first update: zeros shaped like the parameters, or like means of them, and counters."""
         updates = jnp.zeros((), jnp.int32)
-        return OptimizerState(updates, self._kept(self._rule.init(_wide(params)), updates))
+
+        def start(params: Any) -> Any:
+            return self._kept(self._rule.init(_wide(params)), updates)
+
+        # Every rule begins with zeros. To round them as moments are would have XLA fold constants for minutes.
+        moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(start, params))
+        return OptimizerState(updates, moments)
 
     def update(self, grads: Any, state: OptimizerState, params: Any) -> Update:
         """Clip the gradients to `max_grad_norm` and apply one update; pure, for use under jit.

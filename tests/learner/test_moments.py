@@ -308,3 +308,13 @@ def test_an_adapter_has_codes_where_its_factors_are_long_enough() -> None:
     assert moments["o_proj"]["b"].codes.shape == state.params["layers"]["o_proj"]["b"].shape
     assert moments["gate_proj"]["a"].scale.shape == (2, 4, 16)
     assert learner_of("one").abstract_state.optimizer.moments[0].nu["embed"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_the_first_state_is_what_keeping_the_rules_own_gives(rule: str) -> None:
+    axes = {"w": ("embed", "ffn"), "scale": ("embed",)}
+    params = {"w": jnp.ones((64, 128)), "scale": jnp.ones(64)}
+    config = OptimizerConfig(rule=rule, moments_dtype="int8", learning_rate=1e-3)
+    optimizer = Optimizer(config, lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params), axes)
+    wanted = jax.jit(lambda: kept(optimizer._rule.init(params), "int8", jnp.int32(0), axes))()
+    jax.tree.map(np.testing.assert_array_equal, optimizer.init(params).moments, wanted)
