@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from rljax.sampler.blocks import blocks_for
 from rljax.sampler.cache import BLOCK, arena_sizes
 
-_PROMPT_LENGTH = 24  # tokens that a prefill has room for, times a power of two
+_PROMPT_LENGTH = 48  # tokens that a prefill has room for, times a power of two
 _PIECE_LENGTH = 16  # tokens that a continued prefill has room for, times a power of four
 _SEEN_BLOCKS = 8  # blocks that a row of it reads, times a power of four
-_PROMPT_COLUMNS, _OWN_COLUMNS = 4, 2  # blocks per slot that tables have room for, times a power of four
+_COLUMNS = 4  # blocks of each pool per slot that tables have room for, times a power of four
 _FIRST_OWN_BLOCKS = 2  # per slot, in the first arena
 
 
@@ -23,7 +23,7 @@ class Shapes:
 
     Example:
         Shapes(slots=64, prompts=(24, 32), pieces=(16, 32), seen=(5,), prompt_arenas=(16, 112), own_arenas=(128, 256),
-               prompt_columns=(2,), own_columns=(2, 6))
+               columns_of_tables=((2, 4), (2, 6)))
     """
 
     slots: int
@@ -38,27 +38,25 @@ class Shapes:
     """Blocks of each arena of the pool of prompts."""
     own_arenas: tuple[int, ...]
     """Blocks of each arena of the pool of the slots' own tokens."""
-    prompt_columns: tuple[int, ...]
-    """Prompt blocks per slot that the tables have room for."""
-    own_columns: tuple[int, ...]
-    """Own blocks per slot that they have room for."""
+    columns_of_tables: tuple[tuple[int, int], ...]
+    """Prompt blocks and own blocks per slot that the tables have room for."""
 
     def columns(self, covered: tuple[int, int], widest: tuple[int, int]) -> tuple[int, int]:
         """Return the room of the tables when they cover so many blocks of each pool and a slot has at most so many."""
         # Where later arenas are in use, a slot has more than a share of the arenas before; fewer columns are not compiled.
         before = covered[1] - next(size for size, end in _ends(self.own_arenas) if end == covered[1])
-        return least(self.prompt_columns, widest[0]), least(self.own_columns, max(widest[1], before // self.slots + 1))
+        own = max(widest[1], before // self.slots + 1)
+        return next(room for room in self.columns_of_tables if room[0] >= widest[0] and room[1] >= own)
 
     def largest(self) -> "Shapes":
         """Return the shapes with a single one for decode steps, in which every rollout fits."""
         arenas = {"prompt_arenas": (sum(self.prompt_arenas),), "own_arenas": (sum(self.own_arenas),)}
-        return replace(self, **arenas, prompt_columns=self.prompt_columns[-1:], own_columns=self.own_columns[-1:])
+        return replace(self, **arenas, columns_of_tables=self.columns_of_tables[-1:])
 
     def decode(self) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         """Yield all (blocks that the tables cover, columns) that a decode step may have."""
         for (_, prompts), (_, own) in itertools.product(_ends(self.prompt_arenas), _ends(self.own_arenas)):
-            widest = itertools.product(self.prompt_columns, self.own_columns)
-            for columns in dict.fromkeys(self.columns((prompts, own), counts) for counts in widest):
+            for columns in dict.fromkeys(self.columns((prompts, own), room) for room in self.columns_of_tables):
                 yield (prompts, own), columns
 
 
@@ -111,8 +109,7 @@ def shapes_of(
         seen=ladder(_SEEN_BLOCKS, 4, prompt + 1),
         prompt_arenas=(shared, prompts - shared) if prompts > shared else (shared,),
         own_arenas=arena_sizes(own, slots * min(completion, _FIRST_OWN_BLOCKS)),
-        prompt_columns=ladder(_PROMPT_COLUMNS, 4, prompt),
-        own_columns=ladder(_OWN_COLUMNS, 4, longest_own),
+        columns_of_tables=_together(ladder(_COLUMNS, 4, prompt), ladder(_COLUMNS, 4, longest_own)),
     )
 
 
@@ -124,14 +121,25 @@ def prompt_lengths(longest: int) -> tuple[int, ...]:
 def ladder(first: int, growth: int, last: int) -> tuple[int, ...]:
     """Return first, first x growth, first x growth^2, ... below `last`, then `last`.
 
+    Where they grow by more than 2, `last` takes the place of a step that is at least half of it.
+
     Example:
         ladder(16, 2, 100) == (16, 32, 64, 100)
+        ladder(16, 4, 100) == (16, 100)
     """
     sizes = []
     while first < last:
         sizes.append(first)
         first *= growth
+    if sizes and 2 * sizes[-1] >= last and growth > 2:
+        sizes.pop()
     return (*sizes, last)
+
+
+def _together(first: Sequence[int], second: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Let two ladders grow together: the product of both would be many shapes for little."""
+    steps = max(len(first), len(second))
+    return tuple((first[min(step, len(first) - 1)], second[min(step, len(second) - 1)]) for step in range(steps))
 
 
 def least(sizes: Sequence[int], size: int) -> int:

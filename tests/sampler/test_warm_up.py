@@ -65,9 +65,9 @@ def test_requests_with_rules_are_warmed_up_too() -> None:
 @pytest.mark.parametrize(
     ("slots", "prompt", "completion", "continued", "programs"),
     [
-        (64, 128, 128, True, (4, 3, 6)),
-        (64, 128, 128, False, (4, 0, 6)),
-        (64, 2048, 2048, True, (5, 9, 60)),
+        (64, 128, 128, True, (3, 2, 4)),
+        (64, 128, 128, False, (3, 0, 4)),
+        (64, 2048, 2048, True, (4, 9, 18)),
         (1, 1, 1, True, (1, 1, 1)),
     ],
 )
@@ -85,7 +85,8 @@ def test_one_shape_serves_every_step_of_a_batch_invariant_engine() -> None:
 def test_every_size_has_a_shape() -> None:
     shapes = shapes_of(8, 2, 100, 70, 256, None, continued=True)
     assert ladder(16, 2, 100) == (16, 32, 64, 100)
-    assert [least(shapes.prompts, size) for size in (1, 24, 25, 49, 99)] == [24, 24, 48, 96, 100]
+    assert (ladder(16, 4, 100), ladder(16, 4, 200)) == ((16, 100), (16, 64, 200))
+    assert [least(shapes.prompts, size) for size in (1, 24, 25, 49, 99)] == [48, 48, 48, 96, 100]
     reached = {(covered, shapes.columns(covered, widest)) for covered, _ in shapes.decode() for widest in ((0, 1), (4, 6))}
     assert reached <= set(shapes.decode())
     assert sum(shapes.own_arenas) == 8 * 6  # of a rollout of 170 tokens with a first prompt of one

@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, default=64, help="of the engine that is warmed up")
     parser.add_argument("--longest", type=int, default=128, help="its longest prompt and completion (tokens)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--turns", action="store_true", help="warm up what conversations of several turns need, too")
     parser.add_argument("--warm-up", action="store_true", help="only warm up, once, and say how long it took")
     args = parser.parse_args(argv)
     for dtype in args.dtype:
@@ -66,7 +67,8 @@ def warm_up(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """Compile all programs of an engine as a run has it."""
     arch, mesh, params = sampler_params(args.checkpoint, dtype)
     sizes = {"slots": args.slots, "prompt": args.longest, "tokens": args.longest, "readers": args.group}
-    engine = endless_engine(arch, mesh, params, **sizes, reuse_cache=True, prefill_chunk=256)
+    turns = {"reuse_cache": True, "prefill_chunk": 256} if args.turns else {}
+    engine = endless_engine(arch, mesh, params, **sizes, **turns)
     start = time.perf_counter()
     programs = engine.warm_up()
     return {"programs": programs, "seconds": round(time.perf_counter() - start, 1)}
@@ -77,7 +79,7 @@ def in_new_process(args: argparse.Namespace, dtype: str, cache: str) -> dict[str
     options = ("checkpoint", "group", "slots", "longest")
     given = [part for name in options for part in (f"--{name}", str(getattr(args, name)))]
     settings = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    command = [sys.executable, __file__, "--warm-up", "--dtype", dtype, *given]
+    command = [sys.executable, __file__, "--warm-up", "--dtype", dtype, *given, *(("--turns",) if args.turns else ())]
     return json.loads(subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True).stdout)
 
 
