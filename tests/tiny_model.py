@@ -26,6 +26,7 @@ from rljax.records import Completion, Group, Provenance, Rollout, SamplingParams
 from rljax.rollouts.batching import batch_shape, prepare
 from rljax.rollouts.weights import publisher
 from rljax.sampler.engine import Engine, Request, draw_key
+from rljax.sampler.kernels import AttentionChoice
 from rljax.sampler.stops import TextStream
 
 ARCH = Arch(
@@ -211,6 +212,8 @@ def engine_of(
     prefill_chunk: int | None = None,
     reuse_cache: bool = False,
     batch_invariant: bool = False,
+    attention: AttentionChoice = AttentionChoice(None, ""),
+    arch: Arch = ARCH,
     stop_ids: Sequence[int] = STOP_IDS,
     params: Params | None = None,
     version: int = 0,
@@ -219,7 +222,7 @@ def engine_of(
 ) -> Engine:
     """Return a new engine with weights."""
     engine = Engine(
-        ARCH,
+        arch,
         mesh_of(mesh),
         stop_ids,
         slots=slots,
@@ -231,6 +234,7 @@ def engine_of(
         prefill_chunk=prefill_chunk,
         reuse_cache=reuse_cache,
         batch_invariant=batch_invariant,
+        attention=attention,
         dtype=dtype,
         cache_dtype=cache_dtype,
         logprobs=logprobs,

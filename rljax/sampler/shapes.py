@@ -23,7 +23,7 @@ class Shapes:
 
     Example:
         Shapes(slots=64, prompts=(24, 32), pieces=(16, 32), seen=(5,), prompt_arenas=(16, 112), own_arenas=(128, 256),
-               prompt_columns=(2,), own_columns=(2, 6))
+               prompt_columns=(2,), own_columns=(2, 6), longest=7)
     """
 
     slots: int
@@ -42,6 +42,8 @@ class Shapes:
     """Prompt blocks per slot that the tables have room for."""
     own_columns: tuple[int, ...]
     """Own blocks per slot that they have room for."""
+    longest: int
+    """Blocks of the longest rollout as one sequence."""
 
     def columns(self, covered: tuple[int, int], widest: tuple[int, int]) -> tuple[int, int]:
         """Return the room of the tables when they cover so many blocks of each pool and a slot has at most so many."""
@@ -70,6 +72,7 @@ def shapes_of(
     prefill_chunk: int,
     cache_tokens: int | None,
     continued: bool,
+    aligned: bool = False,
 ) -> Shapes:
     """Return the shapes of one data shard.
 
@@ -81,13 +84,15 @@ def shapes_of(
         prefill_chunk: Tokens of one sequence that are computed together.
         cache_tokens: Tokens that the cache holds; None for every slot at its longest.
         continued: Whether rollouts are continued on their caches.
+        aligned: Whether own blocks begin with what a prompt's last block holds.
 
     Raises:
         ValueError: the cache is smaller than the longest rollout.
     """
-    prompt, completion = blocks_for(max_prompt_length - 1), blocks_for(max_completion_length)
+    stored, copied = max_prompt_length - 1, min(max_prompt_length - 1, BLOCK - 1) if aligned else 0
+    prompt, completion = blocks_for(stored), blocks_for(max_completion_length + copied)
     # What a continued rollout was fed after its first prompt is its own: all but one token at most.
-    longest_own = blocks_for(max_completion_length + (max_prompt_length - 1 if continued else 0))
+    longest_own = blocks_for(max_completion_length + (stored if continued else copied))
     prompts, own = slots * prompt, slots * longest_own
     if cache_tokens is not None:
         share = cache_tokens // BLOCK
@@ -113,6 +118,7 @@ def shapes_of(
         own_arenas=arena_sizes(own, slots * min(completion, _FIRST_OWN_BLOCKS)),
         prompt_columns=ladder(_PROMPT_COLUMNS, 4, prompt),
         own_columns=ladder(_OWN_COLUMNS, 4, longest_own),
+        longest=blocks_for(stored + max_completion_length),
     )
 
 
