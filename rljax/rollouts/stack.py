@@ -75,7 +75,14 @@ def build_engine(config: Config, arch: Arch, mesh: Mesh, tokenizer: Tokenizer) -
         batch_invariant=sampler.batch_invariant,
         dtype=sampler.dtype,
         cache_dtype=sampler.cache_dtype,
-        attention=choose_attention(sampler.attention, arch, mesh, sampler.dtype, sampler.cache_dtype),
+        attention=choose_attention(
+            sampler.attention,
+            arch,
+            mesh.devices.flat[0].platform,
+            mesh.shape["tensor"],
+            sampler.dtype,
+            sampler.cache_dtype,
+        ),
         record_routing=config.algorithm.routing_replay,
         open_text=tokenizer.decode_stream,
     )

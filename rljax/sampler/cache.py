@@ -13,7 +13,7 @@ In a cache of 8-bit integers each key and each value has a scale, which is never
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,7 @@ Pages = tuple[Array, ...]
 """All blocks of one layer as a kernel reads them; the kernel says what the arrays are (kernels.py)."""
 
 
+@runtime_checkable
 class Form(Protocol):
     """How keys and values are kept and read."""
 

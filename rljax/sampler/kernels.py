@@ -8,12 +8,12 @@ row's length is not seen. Nothing is gathered, and pages that no row names are n
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rljax.mesh import DATA_AXES
@@ -31,6 +31,7 @@ _GPU_SPLITS = 16  # parts of one sequence, at most, that are worked on at the sa
 _GPU_CHANNELS = 256  # more do not fit together
 
 
+@runtime_checkable
 class Kernel(Protocol):
     """What the sampler asks of an attention kernel."""
 
@@ -255,21 +256,28 @@ class AttentionChoice:
 
 
 def choose_attention(
-    asked: Literal["auto", "xla", "kernel"], arch: Arch, mesh: Mesh, dtype: str, cache_dtype: str
+    asked: Literal["auto", "xla", "kernel"], arch: Arch, platform: str, tensor: int, dtype: str, cache_dtype: str
 ) -> AttentionChoice:
-    """Return what attends in decode steps of a sampler on these devices, with products and a cache of these types.
+    """Return what attends in decode steps.
+
+    Args:
+        asked: `sampler.attention`.
+        arch: Model.
+        platform: Kind of the devices, as JAX names it.
+        tensor: Over how many of them the heads are split.
+        dtype: `sampler.dtype`.
+        cache_dtype: `sampler.cache_dtype`.
 
     Raises:
         ValueError: the kernel is asked for where it cannot be used.
     """
     if asked == "xla":
         return AttentionChoice(None, "sampler.attention asks for it")
-    platform = mesh.devices.flat[0].platform
     kernel = KERNELS.get(platform)
     if kernel is None:
         refusal = f"there is no kernel for devices of the kind {platform}"
     else:
-        refusal = kernel.refusal(arch, mesh.shape["tensor"], jnp.dtype("int8" if cache_dtype == "int8" else dtype))
+        refusal = kernel.refusal(arch, tensor, jnp.dtype("int8" if cache_dtype == "int8" else dtype))
     if refusal is None:
         return AttentionChoice(kernel, f"the devices are of the kind {platform}, and it can do all layers of the model")
     if asked == "kernel":

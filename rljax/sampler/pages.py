@@ -158,7 +158,8 @@ def _attend_gathered(
 
     seen = jax.tree.map(in_rows, kernel.unpack(found, k, c))
     visible = plan.visible[str(options.window)]
-    seen = _without_stale(seen, jnp.any(visible, axis=1)[:, None])
+    real = plan.block.reshape(a, s, 1) >= 0
+    seen = _without_stale(seen, jnp.any(visible & real, axis=1)[:, None])
     return attend(query, seen.key, seen.value, visible, options, None, seen.scales), pages
 
 
