@@ -421,7 +421,16 @@ _FREE_BETWEEN_RESTARTS: Any = {
     "mesh": True,
     "data": {"path"},  # the content is guarded by the dataset fingerprint
     "env": {"workers", "reset_timeout", "step_timeout", "max_retries", "max_failure_fraction"},
-    "sampler": {"slots", "cache_tokens", "decode_chunk", "prefill_chunk", "warm_up", "reuse_cache", "batch_invariant", "attention"},
+    "sampler": {
+        "slots",
+        "cache_tokens",
+        "decode_chunk",
+        "prefill_chunk",
+        "warm_up",
+        "reuse_cache",
+        "batch_invariant",
+        "attention",
+    },
     # The preset is in the values it set; a run that used up its rounds was stopped, and may be given more.
     "algorithm": {"preset", "dynamic_sampling_max_rounds"},
     "train": {"steps", "micro_batch_size_per_device"},

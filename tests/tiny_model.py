@@ -43,6 +43,7 @@ ARCH = Arch(
     max_position=512,
 )
 STOP_IDS = (2, 7, *range(200, 240))
+BY_XLA = AttentionChoice(None, "a test")
 ROW_FIELDS = (
     *("tokens", "positions", "segments", "parents", "score_index", "targets"),
     *("mask", "logp_behavior", "advantage", "weight", "rollout"),
@@ -212,7 +213,7 @@ def engine_of(
     prefill_chunk: int | None = None,
     reuse_cache: bool = False,
     batch_invariant: bool = False,
-    attention: AttentionChoice = AttentionChoice(None, ""),
+    attention: AttentionChoice = BY_XLA,
     arch: Arch = ARCH,
     stop_ids: Sequence[int] = STOP_IDS,
     params: Params | None = None,

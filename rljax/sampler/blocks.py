@@ -17,8 +17,8 @@ import numpy as np
 
 from rljax.pytree import with_fields
 from rljax.sampler.cache import BLOCK
-from rljax.sampler.pages import PageTable
 from rljax.sampler.paged import Tables
+from rljax.sampler.pages import PageTable
 
 _ABSENT = -1  # in the place of a reader that is parked
 

@@ -6,8 +6,10 @@ are read (paged.py, pages.py) and the schedule (engine.py).
 Keys and values are stored in blocks of `BLOCK` positions, in two pools. A block of the *prompt* pool belongs to a prompt
 and is read by every slot that continues it; a block of the *own* pool belongs to one slot. Each pool is a few arrays
 (arenas), each larger than those before it: blocks are handed out lowest first, and a decode step touches only as many
-arenas as are in use, so that its memory traffic follows real lengths rather than the longest possible ones. A kernel reads the blocks that it is
-told to, wherever they are: where one attends, the blocks of both pools are pages of one set of arrays (pages.py).
+arenas as are in use, so that its memory traffic follows real lengths rather than the longest possible ones.
+
+A kernel reads the blocks that it is told to, wherever they are: where one attends, the blocks of both pools are pages of one
+set of arrays (pages.py).
 
 In a cache of 8-bit integers each key and each value has a scale, which is never applied to it but to its score or weight.
 """

@@ -22,8 +22,8 @@ from rljax.models.moe import Routing
 from rljax.pytree import Params, pytree
 from rljax.sampler.cache import Form, Progress, Report, Slots, stored_form
 from rljax.sampler.draw import Rules, draw, end_ids, likely, reshaped, uniforms
-from rljax.sampler.pages import PageTable
 from rljax.sampler.paged import Pieces, Tables
+from rljax.sampler.pages import PageTable
 
 _SCORED_POSITIONS = 64  # positions of a prompt whose logits exist at the same time
 

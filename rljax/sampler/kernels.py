@@ -1,4 +1,4 @@
-"""The attention kernels of TPUs and GPUs: which of them a sampler uses, how they want keys and values to lie, how they are called.
+"""The attention kernels of TPUs and GPUs: which one a sampler uses, how it wants keys and values to lie, how it is called.
 
 Owns what each kernel cannot do, the layout of its pages on the mesh and in memory, and its sizes. Refuses to own which page
 belongs to whom (blocks.py) and what is written when (pages.py).
@@ -80,8 +80,8 @@ class Kernel(Protocol):
 class TpuKernel:
     """Ragged paged attention: one array, [p, t, 2 k, c], the key and the value of each head in turn.
 
-    Channels are padded to 128. The number of heads of a shard, too, is padded to one that fills registers: 1, 2, or a multiple of 4 in
-    float32; 1, 2, 4 or a multiple of 8 in bfloat16.
+    Channels are padded to 128. The number of heads of a shard, too, is padded to one that fills registers: 1, 2, or a multiple
+    of 4 in float32; 1, 2, 4 or a multiple of 8 in bfloat16.
     """
 
     name: ClassVar[str] = "ragged paged attention, a Pallas kernel for TPUs"
@@ -92,7 +92,7 @@ class TpuKernel:
     def refusal(self, arch: Arch, tensor: int, dtype: jnp.dtype) -> str | None:
         """Return what of this model or cache it has no place for."""
         if dtype == jnp.int8:
-            return "the kernel for TPUs has one scale for a whole cache in 8 bits, not one per token; set sampler.cache_dtype = 'as-is'"
+            return "the kernel for TPUs has one scale for all codes, not one per token; set sampler.cache_dtype = 'as-is'"
         if arch.sinks:
             return "the kernel for TPUs knows no attention sinks, which this model has"
         if arch.head_dim > _LANES:
@@ -162,7 +162,7 @@ class TpuKernel:
 
 @dataclass(frozen=True, slots=True)
 class GpuKernel:
-    """Paged attention in Triton: keys and values, [k, p, t, c] each, and where they are codes the scales of both, [k, p, t] each.
+    """Paged attention in Triton: keys and values, [k, p, t, c] each, and the scales of those that are codes, [k, p, t] each.
 
     Channels are padded to a power of two, at least 16.
     """
@@ -179,7 +179,9 @@ class GpuKernel:
         if any(kind.attention.window is not None for kind in layer_kinds(arch)):
             return "the kernel for GPUs knows no windows, which layers of this model have"
         if arch.head_dim > _GPU_CHANNELS:
-            return f"the kernel for GPUs works on heads of at most {_GPU_CHANNELS} channels, and this model's have {arch.head_dim}"
+            return (
+                f"the kernel for GPUs works on heads of at most {_GPU_CHANNELS} channels, and this model's have {arch.head_dim}"
+            )
         return None
 
     def empty(self, arch: Arch, tensor: int, pages: int, dtype: jnp.dtype) -> Pages:

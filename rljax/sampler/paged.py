@@ -21,7 +21,7 @@ Both attend to what is stored, so that it makes no difference to later tokens wh
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,10 @@ _ROWS, _HEADS = PartitionSpec(DATA_AXES), PartitionSpec(DATA_AXES, "tensor")
 class InBlocks:
     """The form of a cache to which XLA attends block by block; see `pages.InPages` for the other one."""
 
-    spec: ClassVar[PartitionSpec] = _HEADS
-    """How the cache lies on the mesh."""
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the cache lies on the mesh."""
+        return _HEADS
 
     def empty(self, arch: Arch, mesh: Mesh, prompts: Sequence[int], own: Sequence[int], dtype: jnp.dtype) -> LayerCache:
         """Return the arenas of one layer, with so many blocks on each data shard."""

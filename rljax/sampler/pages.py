@@ -11,8 +11,8 @@ prompt does: when the slot starts, the first one receives a copy of what the pro
     a slot's own                        [64..70 71 72 ..] [..]
     its table          [0..31] [32..63] [64..          ] [..]
 
-What an earlier holder left in a page must not even be multiplied by zero, since it need not be finite. Where a kernel does so, a page
-is cleared when its first position is written.
+What an earlier holder left in a page must not even be multiplied by zero, since it need not be finite. Where a kernel does so,
+a page is cleared when its first position is written.
 """
 
 import math
@@ -93,11 +93,11 @@ class InPages:
         plan = jax.shard_map(partial(plan_pieces, windows_of(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)(pieces)
         return over_mesh(mesh, partial(_attend_gathered, self.kernel), plan, self.spec)
 
-    def with_prompts(self, mesh: Mesh, pages: Pages, prompts: KeyValue, blocks: Int[Array, "a i"]) -> Pages:
+    def with_prompts(self, mesh: Mesh, layer: Pages, prompts: KeyValue, blocks: Int[Array, "a i"]) -> Pages:
         """Store whole prompts, given as rows, in the blocks named for them; -1 drops a part."""
         specs = self.spec, _HEADS, _ROWS
         return jax.shard_map(partial(_with_prompts, self.kernel), mesh=mesh, in_specs=specs, out_specs=self.spec)(
-            pages, prompts, blocks
+            layer, prompts, blocks
         )
 
     def copied(
@@ -177,7 +177,9 @@ def _as_kept(pages: Pages, fresh: KeyValue) -> KeyValue:
 
 def _with_prompts(kernel: Kernel, pages: Pages, prompts: KeyValue, blocks: Int[Array, "a i"]) -> Pages:
     """Store whole prompts, on one data shard."""
-    new = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], *x.shape[3:]), split_in_blocks(prompts, blocks.shape[1]))
+    new = jax.tree.map(
+        lambda x: jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], *x.shape[3:]), split_in_blocks(prompts, blocks.shape[1])
+    )
 
     def store(held: Array, fresh: Array) -> Array:
         return _stored(held, kernel.page_dim, fresh.astype(held.dtype), blocks.reshape(-1))
@@ -198,9 +200,7 @@ def _with_tokens(kernel: Kernel, pages: Pages, new: KeyValue, page: Int[Array, "
     return jax.tree.map(store, pages, kernel.pack(new, pages))
 
 
-def _copied(
-    dim: int, cache: tuple[Pages, ...], source: Int[Array, " b"], target: Int[Array, " b"]
-) -> tuple[Pages, ...]:
+def _copied(dim: int, cache: tuple[Pages, ...], source: Int[Array, " b"], target: Int[Array, " b"]) -> tuple[Pages, ...]:
     """Copy pages of one data shard."""
 
     def copy(held: Array) -> Array:

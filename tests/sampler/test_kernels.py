@@ -89,12 +89,14 @@ def test_attention_is_that_of_the_pages_one_after_the_other(
 
 def test_codes_stand_for_what_the_oracle_rounds_to() -> None:
     kernel, arch = GpuKernel(), an_arch()
-    _, kept, pages, _, _ = random_case(kernel, arch, "int8")
+    _, _, pages, _, _ = random_case(kernel, arch, "int8")
     back = kernel.unpack(pages, 2, 8)
     assert back.scales is not None
     rounded = np.asarray(back.key, np.float64) * np.asarray(back.scales.key, np.float64)[..., None]
     rng = np.random.default_rng(0)
-    np.testing.assert_allclose(rounded, decoder.in_int8(rng.normal(size=rounded.shape).astype(np.float32)), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        rounded, decoder.in_int8(rng.normal(size=rounded.shape).astype(np.float32)), rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,9 +150,7 @@ def test_what_a_kernel_cannot_do_is_xlas_or_refused(
 
 
 @pytest.mark.parametrize(("platform", "arch", "dtype", "cache_dtype"), ABLE)
-def test_what_a_kernel_can_do_it_does_unless_xla_is_asked_for(
-    platform: str, arch: Arch, dtype: str, cache_dtype: str
-) -> None:
+def test_what_a_kernel_can_do_it_does_unless_xla_is_asked_for(platform: str, arch: Arch, dtype: str, cache_dtype: str) -> None:
     asked: Literal["auto", "kernel"]
     for asked in ("auto", "kernel"):
         choice = choose_attention(asked, arch, platform, 1, dtype, cache_dtype)
