@@ -29,7 +29,7 @@ from rljax.models.arch import Arch
 from rljax.pytree import Params
 from rljax.records import Completion, SamplingParams, TopTokens
 from rljax.sampler.blocks import Ledger, Pool, blocks_for, empty_page_table, empty_tables
-from rljax.sampler.cache import Report, Slots, empty_slots, slots_sharding, stored_form
+from rljax.sampler.cache import LayerCache, Report, Slots, empty_slots, slots_sharding, stored_form
 from rljax.sampler.decode import Prompts, Starts, decode_chunk, extend, fill, score_prompts, start
 from rljax.sampler.draw import Rules
 from rljax.sampler.kernels import AttentionChoice
@@ -451,7 +451,9 @@ class Engine:
 
     def _empty_tables(self, covered: tuple[int, int], columns: tuple[int, int]) -> Tables | PageTable:
         if self.attention.kernel is not None:
-            return empty_page_table(self.slots, self.attention.kernel.columns(self._shapes.longest, self._state.cache[0]))
+            pages = self._state.cache[0]
+            assert not isinstance(pages, LayerCache), "a kernel reads pages"
+            return empty_page_table(self.slots, self.attention.kernel.columns(self._shapes.longest, pages))
         blocks = [self.shards * count for count in covered]
         return empty_tables(self.slots, blocks[0], self._schedule.ledgers[0].readers, blocks[1], columns)
 
