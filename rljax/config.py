@@ -155,6 +155,11 @@ class SamplerConfig(Section):
         "How the sampler keeps keys and values: in sampler.dtype (float32 on CPUs), or as 8-bit integers with a scale for each "
         "token, layer and head. The policy that samples is then another one than the learner's: see the metrics gap/*.",
     )
+    attention: Literal["auto", "xla", "kernel"] = option(
+        "auto",
+        "What attends in decode steps: the kernel that JAX has for TPUs or GPUs, or XLA's products block by block, as on CPUs. "
+        "`auto` takes the kernel where it can do all layers of the model.",
+    )
     lora: Literal["merged", "separate"] = option(
         "merged",
         "An adapter is published inside a merged copy of the weights, or on its own beside a copy that is made once.",
@@ -470,7 +475,16 @@ _FREE_BETWEEN_RESTARTS: Any = {
     "mesh": True,
     "data": {"path"},  # the content is guarded by the dataset fingerprint
     "env": {"workers", "reset_timeout", "step_timeout", "max_retries", "max_failure_fraction"},
-    "sampler": {"slots", "cache_tokens", "decode_chunk", "prefill_chunk", "warm_up", "reuse_cache", "batch_invariant"},
+    "sampler": {
+        "slots",
+        "cache_tokens",
+        "decode_chunk",
+        "prefill_chunk",
+        "warm_up",
+        "reuse_cache",
+        "batch_invariant",
+        "attention",
+    },
     # The preset is in the values it set; a run that used up its rounds was stopped, and may be given more.
     "algorithm": {"preset", "dynamic_sampling_max_rounds"},
     "train": {"steps", "micro_batch_size_per_device"},

@@ -159,6 +159,7 @@ def check(config: Config, report: Callable[[str], None] = lambda text: None) -> 
 
 
 def _report_needs(config: Config, learner: Learner, engine: Engine, report: Callable[[str], None]) -> None:
+    report(f"attention in decode steps: {engine.attention}")
     for line in estimate(config, learner, engine).lines():
         report(line)
 

@@ -26,6 +26,7 @@ from rljax.records import Completion, Group, Provenance, Rollout, SamplingParams
 from rljax.rollouts.batching import batch_shape, prepare
 from rljax.rollouts.weights import publisher
 from rljax.sampler.engine import Engine, Request, draw_key
+from rljax.sampler.kernels import AttentionChoice
 from rljax.sampler.stops import TextStream
 
 ARCH = Arch(
@@ -42,6 +43,7 @@ ARCH = Arch(
     max_position=512,
 )
 STOP_IDS = (2, 7, *range(200, 240))
+BY_XLA = AttentionChoice(None, "a test")
 ROW_FIELDS = (
     *("tokens", "positions", "segments", "parents", "score_index", "targets"),
     *("mask", "logp_behavior", "advantage", "weight", "rollout"),
@@ -211,6 +213,8 @@ def engine_of(
     prefill_chunk: int | None = None,
     reuse_cache: bool = False,
     batch_invariant: bool = False,
+    attention: AttentionChoice = BY_XLA,
+    arch: Arch = ARCH,
     stop_ids: Sequence[int] = STOP_IDS,
     params: Params | None = None,
     version: int = 0,
@@ -219,7 +223,7 @@ def engine_of(
 ) -> Engine:
     """Return a new engine with weights."""
     engine = Engine(
-        ARCH,
+        arch,
         mesh_of(mesh),
         stop_ids,
         slots=slots,
@@ -231,6 +235,7 @@ def engine_of(
         prefill_chunk=prefill_chunk,
         reuse_cache=reuse_cache,
         batch_invariant=batch_invariant,
+        attention=attention,
         dtype=dtype,
         cache_dtype=cache_dtype,
         logprobs=logprobs,

@@ -21,6 +21,7 @@ from rljax.models.lora import spec_of
 from rljax.rollouts.collector import Collector
 from rljax.rollouts.weights import Publish, publisher
 from rljax.sampler.engine import Engine
+from rljax.sampler.kernels import choose_attention
 from rljax.telemetry.profile import Clock
 
 
@@ -50,7 +51,7 @@ def build_engine(config: Config, arch: Arch, mesh: Mesh, tokenizer: Tokenizer) -
     """Return the sampler that the configuration describes, for a tokenizer's end tokens and text.
 
     Raises:
-        ValueError: slots, lengths or the model do not fit each other or the mesh.
+        ValueError: slots, lengths or the model do not fit each other or the mesh, or a kernel is asked for that cannot be used.
     """
     sampler = config.sampler
     longest = sampler.max_prompt_length + sampler.max_completion_length
@@ -74,6 +75,14 @@ def build_engine(config: Config, arch: Arch, mesh: Mesh, tokenizer: Tokenizer) -
         batch_invariant=sampler.batch_invariant,
         dtype=sampler.dtype,
         cache_dtype=sampler.cache_dtype,
+        attention=choose_attention(
+            sampler.attention,
+            arch,
+            mesh.devices.flat[0].platform,
+            mesh.shape["tensor"],
+            sampler.dtype,
+            sampler.cache_dtype,
+        ),
         record_routing=config.algorithm.routing_replay,
         open_text=tokenizer.decode_stream,
     )

@@ -18,6 +18,7 @@ import numpy as np
 from rljax.pytree import with_fields
 from rljax.sampler.cache import BLOCK
 from rljax.sampler.paged import Tables
+from rljax.sampler.pages import PageTable
 
 _ABSENT = -1  # in the place of a reader that is parked
 
@@ -121,6 +122,8 @@ class Ledger:
     """Blocks of the prompt pool."""
     own: Pool
     """Blocks of the own pool."""
+    aligned: bool = False
+    """Whether own blocks begin where a block of the prompt does, with what the prompt's last block holds (pages.py)."""
     _stored: dict[tuple[int, ...], list[Prompt]] = field(default_factory=dict)
     _place: dict[int, tuple[Prompt, int]] = field(default_factory=dict)
     _blocks: dict[int, list[int]] = field(default_factory=dict)
@@ -130,12 +133,16 @@ class Ledger:
         """Tell whether the prompt is stored with a place for one more reader."""
         return any(None in stored.readers for stored in self._stored.get(prompt, ()))
 
+    def start_of(self, prompt: tuple[int, ...]) -> int:
+        """Return the position of the first token in the own blocks of a rollout that reads this prompt."""
+        return len(prompt) // BLOCK * BLOCK if self.aligned else len(prompt)
+
     def seat(self, slot: int, prompt: tuple[int, ...], tokens: int) -> bool:
         """Let the slot read a stored prompt, or one that is to be computed, and give it blocks for so many own tokens.
 
         Args:
             slot: A slot that holds nothing.
-            prompt: All tokens of the prompt but the last, which is the slot's first own token.
+            prompt: All tokens of the prompt but the last, which is the slot's first own token, if its own ones follow them.
             tokens: Own tokens to make room for.
 
         Returns:
@@ -153,7 +160,7 @@ class Ledger:
         stored = next(stored for stored in self._stored[prompt] if None in stored.readers)
         place = stored.readers.index(None)
         stored.readers[place] = slot
-        self._place[slot], self._blocks[slot], self._start[slot] = (stored, place), own, len(prompt)
+        self._place[slot], self._blocks[slot], self._start[slot] = (stored, place), own, self.start_of(prompt)
         return True
 
     def extend(self, slot: int, tokens: int) -> bool:
@@ -222,8 +229,19 @@ class Ledger:
         prompt = max((len(stored.blocks) for stored, _ in self._place.values()), default=0)
         return prompt, max(map(len, self._blocks.values()), default=0)
 
-    def write(self, tables: Tables, shard: int) -> None:
-        """Write this shard's part of the tables (numpy arrays, as `empty_tables` returns them)."""
+    def pages_of(self, slot: int) -> list[int]:
+        """Return the blocks that a slot reads as one sequence, own ones counted on after the prompt pool's."""
+        stored, own = self._place[slot][0], [self.prompts.size + block for block in self._blocks[slot]]
+        return [*stored.blocks[: blocks_for(self._start[slot])], *own]
+
+    def write(self, tables: Tables | PageTable, shard: int) -> None:
+        """Write this shard's part of the tables (numpy arrays, as `empty_tables` and `empty_page_table` return them)."""
+        if isinstance(tables, PageTable):
+            rows = tables.pages.reshape(self.shards, -1, tables.pages.shape[1])[shard]
+            for slot in self._place:
+                pages = self.pages_of(slot)
+                rows[slot, : len(pages)] = pages
+            return
         parts = {name: x.reshape(self.shards, -1, *x.shape[1:])[shard] for name, x in vars(tables).items()}
         for slot, (stored, place) in self._place.items():
             for index, block in enumerate(stored.blocks):
@@ -234,6 +252,11 @@ class Ledger:
             for index, block in enumerate(self._blocks[slot]):
                 parts["own_slot"][block], parts["own_start"][block] = slot, self._start[slot] + index * BLOCK
                 parts["own_parts"][slot, index] = block
+
+
+def empty_page_table(slots: int, columns: int) -> PageTable:
+    """Return a table in which nobody has a page, as a numpy array over all data shards."""
+    return with_fields(PageTable, pages=np.zeros((slots, columns), np.int32))
 
 
 def empty_tables(slots: int, prompt_blocks: int, readers: int, own_blocks: int, columns: tuple[int, int]) -> Tables:

@@ -1,28 +1,31 @@
 """The sampler's device state: blocks of keys and values, and where each rollout in progress stands.
 
-Owns the arrays that outlive a compiled program and their layout on the mesh. Refuses to own the model, which block
-belongs to whom (blocks.py) and the schedule (engine.py).
+Owns the arrays that outlive a compiled program. Refuses to own the model, which block belongs to whom (blocks.py), how they
+are read (paged.py, pages.py) and the schedule (engine.py).
 
 Keys and values are stored in blocks of `BLOCK` positions, in two pools. A block of the *prompt* pool belongs to a prompt
 and is read by every slot that continues it; a block of the *own* pool belongs to one slot. Each pool is a few arrays
 (arenas), each larger than those before it: blocks are handed out lowest first, and a decode step touches only as many
 arenas as are in use, so that its memory traffic follows real lengths rather than the longest possible ones.
 
+A kernel reads the blocks that it is told to, wherever they are: where one attends, the blocks of both pools are pages of one
+set of arrays (pages.py).
+
 In a cache of 8-bit integers each key and each value has a scale, which is never applied to it but to its score or weight.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Num, UInt, UInt32
 
-from rljax.mesh import DATA_AXES, data_shards, sharding
+from rljax.mesh import DATA_AXES, sharding
 from rljax.models.arch import Arch
 from rljax.models.attention import Scales
-from rljax.models.block import KeyValue
+from rljax.models.block import Attention, KeyValue
 from rljax.models.int8 import to_int8
 from rljax.pytree import pytree, with_fields
 
@@ -49,6 +52,36 @@ class LayerCache(NamedTuple):
     """Arenas of the pool that holds prompts."""
     own: tuple[Blocks, ...]
     """Arenas of the pool that holds what each slot was fed after its prompt."""
+
+
+Pages = tuple[Array, ...]
+"""All blocks of one layer as a kernel reads them; the kernel says what the arrays are (kernels.py)."""
+
+
+@runtime_checkable
+class Form(Protocol):
+    """How keys and values are kept and read."""
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the cache lies on the mesh."""
+        ...
+
+    def empty(self, arch: Arch, mesh: Mesh, prompts: Sequence[int], own: Sequence[int], dtype: jnp.dtype) -> Any:
+        """Return one layer's room for both pools, with so many blocks per arena and data shard."""
+        ...
+
+    def decode(self, arch: Arch, mesh: Mesh, tables: Any, position: Array, origin: Array, active: Array) -> Attention:
+        """Return the attention of a decode step: per slot, what is read, which position is fed, and whether it is stored."""
+        ...
+
+    def continued(self, arch: Arch, mesh: Mesh, pieces: Any) -> Attention:
+        """Return the attention of a continued prefill."""
+        ...
+
+    def with_prompts(self, mesh: Mesh, layer: Any, prompts: KeyValue, blocks: Int[Array, "a i"]) -> Any:
+        """Store whole prompts, given as rows, in the blocks named for them; -1 drops a part."""
+        ...
 
 
 @pytree
@@ -95,7 +128,7 @@ class Progress:
 class Slots:
     """Everything a decode step reads and writes."""
 
-    cache: tuple[LayerCache, ...]
+    cache: tuple[LayerCache, ...] | tuple[Pages, ...]
     """Per layer, keys and values of the tokens fed so far; entries that no table names are stale and never seen."""
     progress: Progress
     """How far each slot is."""
@@ -115,6 +148,7 @@ def arena_sizes(blocks: int, first: int) -> tuple[int, ...]:
 
 def empty_slots(
     arch: Arch,
+    form: Form,
     slots: int,
     prompt_arenas: Sequence[int],
     own_arenas: Sequence[int],
@@ -128,6 +162,7 @@ def empty_slots(
 
     Args:
         arch: Model the cache is for.
+        form: How it is kept.
         slots: Number of slots, split over the mesh's data axes; heads are split over `tensor`.
         prompt_arenas: Blocks per arena of the pool of prompts, on each data shard.
         own_arenas: The same for the pool of the slots' own tokens.
@@ -137,15 +172,6 @@ def empty_slots(
         record_routing: Whether there is room for the experts that tokens go to.
         logprobs: Most likely tokens that are reported at each position; None for no report.
     """
-    shards, heads, channels = data_shards(mesh), arch.num_kv_heads, arch.head_dim
-
-    def blocks(size: int) -> Blocks:
-        key, value = ((shards * size, heads, *dims) for dims in ((channels, BLOCK), (BLOCK, channels)))
-        scales = Scales(*(jnp.zeros((*key[:2], BLOCK), jnp.float32) for _ in range(2))) if dtype == jnp.int8 else None
-        return Blocks(jnp.zeros(key, dtype), jnp.zeros(value, dtype), scales)
-
-    def pool(arenas: Sequence[int]) -> tuple[Blocks, ...]:
-        return tuple(map(blocks, arenas))
 
     def no_choices() -> Array | None:
         if not record_routing:
@@ -167,14 +193,22 @@ def empty_slots(
             out_choices=no_choices(),
             report=None if logprobs is None else _empty_report(slots, outputs, logprobs),
         )
-        return Slots(tuple(LayerCache(pool(prompt_arenas), pool(own_arenas)) for _ in range(arch.num_layers)), progress)
+        return Slots(tuple(form.empty(arch, mesh, prompt_arenas, own_arenas, dtype) for _ in range(arch.num_layers)), progress)
 
-    return jax.jit(build, out_shardings=slots_sharding(mesh))()
+    return jax.jit(build, out_shardings=slots_sharding(mesh, form))()
 
 
-def stored_form(cache: Sequence[LayerCache]) -> Callable[[KeyValue], KeyValue] | None:
+def empty_blocks(arch: Arch, count: int, dtype: jnp.dtype) -> Blocks:
+    """Return so many blocks of one layer, over all data shards."""
+    key, value = ((count, arch.num_kv_heads, *dims) for dims in ((arch.head_dim, BLOCK), (BLOCK, arch.head_dim)))
+    scales = Scales(*(jnp.zeros((*key[:2], BLOCK), jnp.float32) for _ in range(2))) if dtype == jnp.int8 else None
+    return Blocks(jnp.zeros(key, dtype), jnp.zeros(value, dtype), scales)
+
+
+def stored_form(cache: Sequence[LayerCache] | Sequence[Pages]) -> Callable[[KeyValue], KeyValue] | None:
     """Return how fresh keys and values become what this cache keeps; None where it keeps them as they are."""
-    return None if cache[0].own[0].scales is None else in_int8
+    # Codes are the only integers that are kept.
+    return in_int8 if jax.tree.leaves(cache)[0].dtype == jnp.int8 else None
 
 
 def in_int8(fresh: KeyValue) -> KeyValue:
@@ -188,6 +222,6 @@ def _empty_report(slots: int, outputs: int, logprobs: int) -> Report:
     return Report(jnp.zeros((slots, outputs), jnp.float32), jnp.zeros(likely, jnp.int32), jnp.zeros(likely, jnp.float32))
 
 
-def slots_sharding(mesh: Mesh) -> Any:
+def slots_sharding(mesh: Mesh, form: Form) -> Any:
     """Return the sharding of `Slots`, as a prefix tree: all of the cache alike, all of the progress alike."""
-    return with_fields(Slots, cache=sharding(mesh, DATA_AXES, "tensor"), progress=sharding(mesh, DATA_AXES))
+    return with_fields(Slots, cache=sharding(mesh, *form.spec), progress=sharding(mesh, DATA_AXES))

@@ -11,19 +11,19 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
 from rljax.algorithms.logprobs import token_logprobs
-from rljax.mesh import DATA_AXES
 from rljax.models.arch import Arch
 from rljax.models.block import KeyValue
 from rljax.models.decoder import logits, merge
 from rljax.models.moe import Routing
 from rljax.pytree import Params, pytree
-from rljax.sampler.cache import LayerCache, Progress, Report, Slots, stored_form
+from rljax.sampler.cache import Form, Progress, Report, Slots, stored_form
 from rljax.sampler.draw import Rules, draw, end_ids, likely, reshaped, uniforms
-from rljax.sampler.paged import Pieces, Tables, paged_attention, pieces_attention, store_prompts
+from rljax.sampler.paged import Pieces, Tables
+from rljax.sampler.pages import PageTable
 
 _SCORED_POSITIONS = 64  # positions of a prompt whose logits exist at the same time
 
@@ -60,7 +60,9 @@ class Starts:
     """Sampling temperature."""
 
 
-def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Prompts) -> tuple[Slots, UInt[Array, "a s l e"] | None]:
+def fill(
+    arch: Arch, mesh: Mesh, form: Form, params: Params, slots: Slots, new: Prompts
+) -> tuple[Slots, UInt[Array, "a s l e"] | None]:
     """Compute the prompts' keys and values and store them in their blocks; return the experts of their tokens, too.
 
     The experts are None where `slots` has no room for such records. Tokens see keys and values as they are stored, as those
@@ -70,12 +72,8 @@ def fill(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Prompts) -> 
     rows = (new.tokens, *_places(new.tokens, new.lengths))
     out = merge(arch, params).forward(*rows, dtype=dtype, record_routing=record, stored=stored_form(slots.cache))
     assert not isinstance(out.seen, KeyValue), "the sampler's parameters are in the separate layout"
-    heads, data = PartitionSpec(DATA_AXES, "tensor"), PartitionSpec(DATA_AXES)
-    # Rows and the blocks they fill lie on the same data shard, so nothing leaves it.
-    store = jax.shard_map(store_prompts, mesh=mesh, in_specs=(heads, heads, data), out_specs=heads)
     cache = tuple(
-        LayerCache(store(layer.prompt, prompts, new.blocks), layer.own)
-        for layer, prompts in zip(slots.cache, out.seen, strict=True)
+        form.with_prompts(mesh, layer, prompts, new.blocks) for layer, prompts in zip(slots.cache, out.seen, strict=True)
     )
     return Slots(cache, slots.progress), _choices(arch, out.routing)
 
@@ -119,10 +117,12 @@ def score_prompts(
     return jnp.pad(logp, ((0, 0), (1, 0)), constant_values=jnp.nan)
 
 
-def extend(arch: Arch, mesh: Mesh, params: Params, slots: Slots, new: Pieces) -> tuple[Slots, UInt[Array, "a s l e"] | None]:
+def extend(
+    arch: Arch, mesh: Mesh, form: Form, params: Params, slots: Slots, new: Pieces
+) -> tuple[Slots, UInt[Array, "a s l e"] | None]:
     """Compute the keys and values of tokens that continue what the cache holds, as `fill` does those of whole prompts."""
     positions = new.first[:, None] + jnp.arange(new.tokens.shape[1])[None]
-    attention, dtype = pieces_attention(arch, mesh, new), params["embed"].dtype
+    attention, dtype = form.continued(arch, mesh, new), params["embed"].dtype
     decoder, record = merge(arch, params), slots.progress.out_choices is not None
     _, cache, routing = decoder.continued(new.tokens, positions, attention, slots.cache, dtype=dtype, record_routing=record)
     return Slots(cache, slots.progress), _choices(arch, routing)
@@ -140,10 +140,11 @@ def start(progress: Progress, new: Starts) -> Progress:
 def decode_chunk(
     arch: Arch,
     mesh: Mesh,
+    form: Form,
     steps: int,
     params: Params,
     slots: Slots,
-    tables: Tables,
+    tables: Tables | PageTable,
     stop_ids: Int[Array, " e"],
     rules: Rules | None,
 ) -> Slots:
@@ -158,18 +159,25 @@ def decode_chunk(
 
     def advance(carry: tuple[Array, Slots]) -> tuple[Array, Slots]:
         step, state = carry
-        return step + 1, _decode_step(arch, mesh, params, state, tables, stop_ids, rules)
+        return step + 1, _decode_step(arch, mesh, form, params, state, tables, stop_ids, rules)
 
     return jax.lax.while_loop(unfinished, advance, (jnp.int32(0), slots))[1]
 
 
 def _decode_step(
-    arch: Arch, mesh: Mesh, params: Params, state: Slots, tables: Tables, stop_ids: Int[Array, " e"], rules: Rules | None
+    arch: Arch,
+    mesh: Mesh,
+    form: Form,
+    params: Params,
+    state: Slots,
+    tables: Tables | PageTable,
+    stop_ids: Int[Array, " e"],
+    rules: Rules | None,
 ) -> Slots:
     """Feed each slot's token and draw the next one."""
     decoder, dtype, now = merge(arch, params), params["embed"].dtype, state.progress
     active = now.remaining > 0
-    attention = paged_attention(arch, mesh, tables, now.position, now.origin, active)
+    attention = form.decode(arch, mesh, tables, now.position, now.origin, active)
     fed, record = (now.token[:, None], now.position[:, None]), now.out_choices is not None
     hidden, cache, routing = decoder.continued(*fed, attention, state.cache, dtype=dtype, record_routing=record)
     scores = logits(decoder, hidden[:, 0])

@@ -28,16 +28,19 @@ from rljax.mesh import DATA_AXES, bytes_per_device, data_shards, on_cpu, shardin
 from rljax.models.arch import Arch
 from rljax.pytree import Params
 from rljax.records import Completion, SamplingParams, TopTokens
-from rljax.sampler.blocks import Ledger, Pool, blocks_for, empty_tables
-from rljax.sampler.cache import Report, Slots, empty_slots, slots_sharding, stored_form
+from rljax.sampler.blocks import Ledger, Pool, blocks_for, empty_page_table, empty_tables
+from rljax.sampler.cache import LayerCache, Report, Slots, empty_slots, slots_sharding, stored_form
 from rljax.sampler.decode import Prompts, Starts, decode_chunk, extend, fill, score_prompts, start
 from rljax.sampler.draw import Rules
-from rljax.sampler.paged import Pieces, Tables
+from rljax.sampler.kernels import AttentionChoice
+from rljax.sampler.paged import InBlocks, Pieces, Tables
+from rljax.sampler.pages import InPages, PageTable
 from rljax.sampler.rules import build_rules, end_tokens, has_rules, refuse_impossible
 from rljax.sampler.schedule import Counts, Piece, Request, Running, Schedule
 from rljax.sampler.shapes import least, prompt_lengths, shapes_of
 from rljax.sampler.stops import StopStream, TextStream
 
+_BY_XLA = AttentionChoice(None, "nothing else was asked for")
 _COMPILED_TOGETHER = 8  # programs of a warm-up, at most
 
 
@@ -70,6 +73,7 @@ class Engine:
         batch_invariant: bool = False,
         dtype: Any,
         cache_dtype: str = "as-is",
+        attention: AttentionChoice = _BY_XLA,
         record_routing: bool = False,
         logprobs: int | None = None,
         open_text: Callable[[], TextStream] | None = None,
@@ -91,6 +95,7 @@ class Engine:
             batch_invariant: Whether every decode step has one shape, so that what else runs changes no bit of a rollout.
             dtype: Type of parameters and products, and of a cache as it is except on CPUs, where that is float32.
             cache_dtype: How keys and values are kept: `as-is`, or `int8`, as codes with a scale each.
+            attention: What attends in decode steps. With a kernel they have one shape, and every cache is one of pages.
             record_routing: Whether completions tell to which experts their tokens went.
             logprobs: Most likely tokens that requests may have reported; None for no report. Every step pays for it.
             open_text: Opens a stream from the tokens of one completion to text; stop strings need it.
@@ -106,21 +111,19 @@ class Engine:
         self._rows = -(-per_shard // readers)  # prompts per prefill and data shard
         share, chunk = (None if cache_tokens is None else cache_tokens // self.shards), (prefill_chunk or max_prompt_length)
         sizes = per_shard, self._rows, max_prompt_length, max_completion_length, chunk, share
-        shapes = shapes_of(*sizes, continued=reuse_cache)
-        self._shapes = shapes.largest() if batch_invariant else shapes
+        self.attention, kernel = attention, attention.kernel
+        shapes = shapes_of(*sizes, continued=reuse_cache, aligned=kernel is not None)
+        # A kernel reads no more for a wider table and larger pools.
+        self._shapes = shapes.largest() if batch_invariant or kernel is not None else shapes
         prompts, own = pools = self._shapes.prompt_arenas, self._shapes.own_arenas
-        ledgers = [Ledger(self.shards, readers, Pool(prompts), Pool(own)) for _ in range(self.shards)]
+        ledgers = [Ledger(self.shards, readers, Pool(prompts), Pool(own), kernel is not None) for _ in range(self.shards)]
         self._schedule = Schedule(ledgers, per_shard, decode_chunk_steps, chunk, reuse_cache)
         self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
         self._ends, self._row_sharding = frozenset(stop_ids), sharding(mesh, DATA_AXES)
         self._logprobs, self._open_text, kind = logprobs, open_text, _cache_dtype(mesh, dtype, cache_dtype)
-        self._state: Slots = empty_slots(arch, slots, *pools, max_completion_length, kind, mesh, record_routing, logprobs)
-        # The slots are donated: a program that copied the cache instead of updating it would double the memory.
-        both = layout, _ = slots_sharding(mesh), self._row_sharding
-        self._fill = jax.jit(partial(fill, arch, mesh), donate_argnums=1, out_shardings=both)
-        self._extend = jax.jit(partial(extend, arch, mesh), donate_argnums=1, out_shardings=both)
-        self._start = jax.jit(start, donate_argnums=0, out_shardings=layout.progress)
-        self._decode = jax.jit(partial(decode_chunk, arch, mesh, decode_chunk_steps), donate_argnums=1, out_shardings=layout)
+        form = InBlocks() if kernel is None else InPages(kernel)
+        self._state: Slots = empty_slots(arch, form, slots, *pools, max_completion_length, kind, mesh, record_routing, logprobs)
+        self._fill, self._extend, self._start, self._copy, self._decode = _jitted(arch, mesh, form, decode_chunk_steps)
         self._score = jax.jit(partial(score_prompts, arch, stored_form(self._state.cache)))
         self._params, self._version, self._rules = None, -1, None  # rules: who asks for what, and the same on the device
 
@@ -167,6 +170,8 @@ class Engine:
         for width in shapes.prompts:
             yield self._fill, (self._params, state, self._pieces(Prompts, nobody, width, blocks_for(width)))
         yield self._start, (state.progress, self._starts((), ()))
+        if self._copy is not None:
+            yield self._copy, (state.cache, *self._copies(()))
 
     @property
     def pending(self) -> int:
@@ -221,6 +226,8 @@ class Engine:
                 progress = self._start(self._state.progress, self._starts(started, schedule.halted))
                 self._state = Slots(self._state.cache, progress)
                 schedule.halted.clear()
+            if self._copy is not None and (copies := [*schedule.copies(started)]):
+                self._state = Slots(self._copy(self._state.cache, *self._copies(copies)), self._state.progress)
             self._score_prompts(started)
             if any(running.started for running in schedule.running.values()):
                 rules = self._rules_in_use()
@@ -422,7 +429,15 @@ class Engine:
         fields |= {"draw_key": key, "temperature": temperature}
         return Starts(**jax.device_put(fields, self._row_sharding))
 
-    def _tables(self) -> Tables:
+    def _copies(self, copies: Iterable[tuple[int, int, int]]) -> tuple[jax.Array, jax.Array]:
+        """Build the arrays that say, per slot, which block is copied to which."""
+        pairs = np.full((2, self.slots), -1, np.int32)
+        for slot, source, target in copies:
+            pairs[:, slot] = source, target
+        source, target = jax.device_put((pairs[0], pairs[1]), self._row_sharding)
+        return source, target
+
+    def _tables(self) -> Tables | PageTable:
         """Return who reads which block, covering the arenas in use and as many blocks per slot as the longest rollout has."""
         ledgers = self._schedule.ledgers
         covered, widest = (
@@ -434,9 +449,29 @@ class Engine:
             ledger.write(tables, shard)
         return jax.device_put(tables, self._row_sharding)
 
-    def _empty_tables(self, covered: tuple[int, int], columns: tuple[int, int]) -> Tables:
+    def _empty_tables(self, covered: tuple[int, int], columns: tuple[int, int]) -> Tables | PageTable:
+        if self.attention.kernel is not None:
+            pages = self._state.cache[0]
+            assert not isinstance(pages, LayerCache), "a kernel reads pages"
+            return empty_page_table(self.slots, self.attention.kernel.columns(self._shapes.longest, pages))
         blocks = [self.shards * count for count in covered]
         return empty_tables(self.slots, blocks[0], self._schedule.ledgers[0].readers, blocks[1], columns)
+
+
+def _jitted(arch: Arch, mesh: Mesh, form: InBlocks | InPages, steps: int) -> tuple[Any, Any, Any, Any, Any]:
+    """Return the programs that write a prompt, a piece, the start of rollouts, copies of pages (if any are made) and tokens."""
+    # The slots are donated: a program that copied the cache instead of updating it would double the memory.
+    both = layout, _ = slots_sharding(mesh, form), sharding(mesh, DATA_AXES)
+    copied = None
+    if isinstance(form, InPages):
+        copied = jax.jit(partial(form.copied, mesh), donate_argnums=0, out_shardings=layout.cache)
+    return (
+        jax.jit(partial(fill, arch, mesh, form), donate_argnums=1, out_shardings=both),
+        jax.jit(partial(extend, arch, mesh, form), donate_argnums=1, out_shardings=both),
+        jax.jit(start, donate_argnums=0, out_shardings=layout.progress),
+        copied,
+        jax.jit(partial(decode_chunk, arch, mesh, form, steps), donate_argnums=1, out_shardings=layout),
+    )
 
 
 def _refuse_unfit(arch: Arch, slots: int, shards: int, stop_ids: Sequence[int], record_routing: bool) -> None:

@@ -19,6 +19,7 @@ Both attend to what is stored, so that it makes no difference to later tokens wh
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,14 +28,52 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.mesh import DATA_AXES
+from rljax.mesh import DATA_AXES, data_shards
 from rljax.models.arch import Arch
 from rljax.models.attention import AttentionOptions, Part, Scales, attend, attend_part, join_parts, position_mask
 from rljax.models.block import Attention, KeyValue, layer_kinds
 from rljax.pytree import pytree
-from rljax.sampler.cache import BLOCK, Blocks, LayerCache, stored_form
+from rljax.sampler.cache import BLOCK, Blocks, LayerCache, empty_blocks, stored_form
 
 _ROWS, _HEADS = PartitionSpec(DATA_AXES), PartitionSpec(DATA_AXES, "tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class InBlocks:
+    """The form of a cache to which XLA attends block by block; see `pages.InPages` for the other one."""
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the cache lies on the mesh."""
+        return _HEADS
+
+    def empty(self, arch: Arch, mesh: Mesh, prompts: Sequence[int], own: Sequence[int], dtype: jnp.dtype) -> LayerCache:
+        """Return the arenas of one layer, with so many blocks on each data shard."""
+        shards = data_shards(mesh)
+        pools = (tuple(empty_blocks(arch, shards * size, dtype) for size in arenas) for arenas in (prompts, own))
+        return LayerCache(*pools)
+
+    def decode(
+        self,
+        arch: Arch,
+        mesh: Mesh,
+        tables: "Tables",
+        position: Int[Array, " b"],
+        origin: Int[Array, " b"],
+        active: Bool[Array, " b"],
+    ) -> Attention:
+        """Return the attention of a decode step; see `paged_attention`."""
+        return paged_attention(arch, mesh, tables, position, origin, active)
+
+    def continued(self, arch: Arch, mesh: Mesh, pieces: "Pieces") -> Attention:
+        """Return the attention of a continued prefill; see `pieces_attention`."""
+        return pieces_attention(arch, mesh, pieces)
+
+    def with_prompts(self, mesh: Mesh, layer: LayerCache, prompts: KeyValue, blocks: Int[Array, "a i"]) -> LayerCache:
+        """Store whole prompts, given as rows, in the blocks named for them; -1 drops a part."""
+        # Rows and the blocks they fill lie on the same data shard, so nothing leaves it.
+        store = jax.shard_map(store_prompts, mesh=mesh, in_specs=(_HEADS, _HEADS, _ROWS), out_specs=_HEADS)
+        return LayerCache(store(layer.prompt, prompts, blocks), layer.own)
 
 
 @pytree
@@ -94,15 +133,17 @@ class _Plan(NamedTuple):
     offset: Int[Array, " b"]
 
 
-class _PiecesPlan(NamedTuple):
+class PiecesPlan(NamedTuple):
     """What the layers of one continued prefill share."""
 
     visible: dict[str, Bool[Array, "a s t"]]
-    """By the window, as text."""
+    """Which positions of its blocks each token sees; by the window, as text."""
     blocks: Int[Array, "a q"]
+    """Those of each row."""
     block: Int[Array, " n"]
     """Where each token is stored; -1 for nowhere."""
     offset: Int[Array, " n"]
+    """At which position there."""
 
 
 def paged_attention(
@@ -123,29 +164,45 @@ def paged_attention(
         origin: Per slot, the position of the first token in its own blocks.
         active: Which slots store their token; what others hold is left alone.
     """
-    plan = jax.shard_map(partial(_plan, _windows(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
-    return _over_mesh(mesh, _attend, plan(tables, position, origin, active))
+    plan = jax.shard_map(partial(_plan, windows_of(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
+    return over_mesh(mesh, _attend, plan(tables, position, origin, active))
 
 
 def pieces_attention(arch: Arch, mesh: Mesh, pieces: Pieces) -> Attention:
     """Return the attention of a continued prefill: each token sees what its row's blocks hold up to its own position."""
-    plan = jax.shard_map(partial(_plan_pieces, _windows(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
-    return _over_mesh(mesh, _attend_gathered, plan(pieces))
+    plan = jax.shard_map(partial(plan_pieces, windows_of(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
+    return over_mesh(mesh, _attend_gathered, plan(pieces))
 
 
-def _windows(arch: Arch) -> list[int | None]:
+def windows_of(arch: Arch) -> list[int | None]:
+    """Return the windows that there are among the layers, None for no window included."""
     return sorted({kind.attention.window for kind in layer_kinds(arch)}, key=str)
 
 
-def _over_mesh(mesh: Mesh, attend_shard: Callable[..., tuple[Array, LayerCache]], plan: Any) -> Attention:
-    """Return the attention that runs `attend_shard` on every shard with its part of the plan."""
+def over_mesh(
+    mesh: Mesh,
+    attend_shard: Callable[..., tuple[Array, Any]],
+    plan: Any,
+    cache_spec: PartitionSpec = _HEADS,
+    check_vma: bool = True,
+) -> Attention:
+    """Return the attention that runs `attend_shard` on every shard with its part of the plan.
+
+    Args:
+        mesh: Devices.
+        attend_shard: From options, queries, fresh keys and values, a layer's cache, the plan and sinks to results and cache.
+        plan: What the layers share, its leaves split over the data axes.
+        cache_spec: How a layer's cache lies on the mesh.
+        check_vma: Whether it is derived and checked over which mesh axes the results vary.
+    """
 
     def attention(
-        query: Array, fresh: KeyValue, cache: LayerCache, options: AttentionOptions, sinks: Array | None
-    ) -> tuple[Array, LayerCache]:
+        query: Array, fresh: KeyValue, cache: Any, options: AttentionOptions, sinks: Array | None
+    ) -> tuple[Array, Any]:
         queries = PartitionSpec(DATA_AXES, None, "tensor")
-        specs = (queries, _HEADS, _HEADS, _ROWS, PartitionSpec("tensor"))
-        run = jax.shard_map(partial(attend_shard, options), mesh=mesh, in_specs=specs, out_specs=(queries, _HEADS))
+        specs, found = (queries, _HEADS, cache_spec, _ROWS, PartitionSpec("tensor")), (queries, cache_spec)
+        attend_all = partial(attend_shard, options)
+        run = jax.shard_map(attend_all, mesh=mesh, in_specs=specs, out_specs=found, check_vma=check_vma)
         return run(query, fresh, cache, plan, sinks)
 
     return attention
@@ -184,7 +241,7 @@ def _plan(
     return _Plan(own_slot, prompt_slot, visible, parts, jnp.where(active, block, -1), fed % BLOCK)
 
 
-def _plan_pieces(windows: Sequence[int | None], pieces: Pieces) -> _PiecesPlan:
+def plan_pieces(windows: Sequence[int | None], pieces: Pieces) -> PiecesPlan:
     """Derive from the pieces what every layer needs, on one data shard."""
     columns, rows = jnp.arange(pieces.blocks.shape[1])[None], pieces.tokens.shape
     origin, base = pieces.origin[:, None], pieces.base[:, None]
@@ -199,7 +256,7 @@ def _plan_pieces(windows: Sequence[int | None], pieces: Pieces) -> _PiecesPlan:
     fed = positions - origin
     block = jnp.take_along_axis(pieces.blocks, base + fed // BLOCK, axis=1, mode="fill", fill_value=-1)
     real = jnp.arange(rows[1])[None] < pieces.lengths[:, None]
-    return _PiecesPlan(visible, pieces.blocks, jnp.where(real, block, -1).reshape(-1), (fed % BLOCK).reshape(-1))
+    return PiecesPlan(visible, pieces.blocks, jnp.where(real, block, -1).reshape(-1), (fed % BLOCK).reshape(-1))
 
 
 def _attend(
@@ -230,7 +287,7 @@ def _attend_gathered(
     query: Float[Array, "a s k m c"],
     fresh: KeyValue,
     cache: LayerCache,
-    plan: _PiecesPlan,
+    plan: PiecesPlan,
     sinks: Float[Array, "k m"] | None,
 ) -> tuple[Float[Array, "a s k m c"], LayerCache]:
     """Write the fresh keys and values into their blocks and attend to all of the row's blocks, on one data shard."""
@@ -284,18 +341,23 @@ def _used(arenas: tuple[Blocks, ...], blocks: int) -> list[tuple[Blocks, slice]]
 
 def store_prompts(arenas: tuple[Blocks, ...], prompts: KeyValue, blocks: Int[Array, "a i"]) -> tuple[Blocks, ...]:
     """Store whole prompts, given as rows, in the blocks named for them; -1 drops a part. On one data shard."""
-    a, k, s, c = prompts.key.shape
-    missing = blocks.shape[1] * BLOCK - s
-
-    def split(x: Array) -> Array:
-        rest = [(0, 0)] * (x.ndim - 3)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, missing), *rest)).reshape(a, k, -1, BLOCK, *x.shape[3:])
-
-    key, value, scales = jax.tree.map(split, prompts)
+    _, k, _, c = prompts.key.shape
+    key, value, scales = split_in_blocks(prompts, blocks.shape[1])
     keys = key.transpose(0, 2, 1, 4, 3).reshape(-1, k, c, BLOCK)
     values = value.transpose(0, 2, 1, 3, 4).reshape(-1, k, BLOCK, c)
     scales = jax.tree.map(lambda scale: scale.transpose(0, 2, 1, 3).reshape(-1, k, BLOCK), scales)
     return _store(arenas, blocks.reshape(-1), KeyValue(keys, values, scales))
+
+
+def split_in_blocks(prompts: KeyValue, count: int) -> KeyValue:
+    """Return keys and values of rows [a, k, s, c] as so many blocks of each, padded at the end: [a, k, count, BLOCK, c]."""
+    a, k, s, _ = prompts.key.shape
+
+    def split(x: Array) -> Array:
+        rest = [(0, 0)] * (x.ndim - 3)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, count * BLOCK - s), *rest)).reshape(a, k, -1, BLOCK, *x.shape[3:])
+
+    return jax.tree.map(split, prompts)
 
 
 def _store(

@@ -13,7 +13,7 @@ Room is made in this order: parked caches are given up, then rollouts are sent b
 
 import heapq
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,8 +223,7 @@ class Schedule:
                     prompt.computed += size
             elif running.computed < running.before:
                 size = min(self.chunk, running.before - running.computed)
-                own = [ledger.prompts.size + block for block in ledger.blocks_of(local)]
-                yield shard, _own_piece(running, size, prompt.blocks, own)
+                yield shard, _own_piece(running, size, ledger.pages_of(local))
                 running.computed += size
             seen.add(id(prompt))
 
@@ -238,6 +237,17 @@ class Schedule:
                 running.started = True
                 started.add(slot)
         return started
+
+    def copies(self, started: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+        """Yield (slot, block, other block) for slots that started and read a copy of their prompt's last block, to be made now.
+
+        Own blocks are counted on after the prompt pool's. What is continued on its cache has the copy.
+        """
+        for slot in started:
+            running, (shard, local) = self.running[slot], divmod(slot, self.per_shard)
+            ledger = self.ledgers[shard]
+            if not running.reused and running.origin < running.before:
+                yield slot, ledger.prompt_of(local).blocks[-1], ledger.prompts.size + ledger.blocks_of(local)[0]
 
     def finish(self, slot: int, drawn: Sequence[int], experts: Any = None) -> None:
         """Free a slot whose rollout has drawn these tokens; park its cache, and their experts, if the request says so."""
@@ -331,13 +341,14 @@ class Schedule:
     def _fresh(self, request: Request) -> int | None:
         """Return a slot with blocks for the request: where its prompt is stored, else where most slots are free."""
         prompt = request.prompt[:-1]
-        running = Running(request, len(prompt), len(prompt), min(request.params.max_tokens, self.steps), [])
+        origin = self.ledgers[0].start_of(prompt)
+        running = Running(request, origin, len(prompt), min(request.params.max_tokens, self.steps), [])
         shards = [shard for shard, free in enumerate(self._free) if free]
         shards.sort(key=lambda shard: (not self.ledgers[shard].has_place(prompt), -len(self._free[shard])))
         for evicting in (False, True):
             for shard in shards:
                 while True:
-                    if self.ledgers[shard].seat(self._free[shard][0], prompt, running.reach):
+                    if self.ledgers[shard].seat(self._free[shard][0], prompt, running.own_tokens(running.reach)):
                         return self._take(shard, running)
                     if not evicting or not self._evict(shard):
                         break
@@ -358,13 +369,11 @@ class Schedule:
         return True
 
 
-def _own_piece(running: Running, size: int, before: Sequence[int], own: Sequence[int]) -> Piece:
-    """Return the next piece of what a rollout continues, after the blocks `before`, in its own blocks."""
-    first, end = running.computed, running.computed + size
-    blocks = (*before, *own[: blocks_for(end - running.origin)])
-    return Piece(
-        running.request.prompt[first:end], first, running.origin, len(before), blocks, whole=False, record=running.record
-    )
+def _own_piece(running: Running, size: int, blocks: Sequence[int]) -> Piece:
+    """Return the next piece of what a rollout continues, in its own blocks; these come after those of its prompt."""
+    first, end, base = running.computed, running.computed + size, blocks_for(running.origin)
+    read = tuple(blocks[: base + blocks_for(end - running.origin)])
+    return Piece(running.request.prompt[first:end], first, running.origin, base, read, whole=False, record=running.record)
 
 
 def _prompt_piece(prompt: Prompt, size: int) -> Piece:

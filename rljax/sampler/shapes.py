@@ -22,8 +22,8 @@ class Shapes:
     """Sizes of the sampler's arrays on one data shard, each in ascending order.
 
     Example:
-        Shapes(slots=64, prompts=(24, 32), pieces=(16, 32), seen=(5,), prompt_arenas=(16, 112), own_arenas=(128, 256),
-               columns_of_tables=((2, 4), (2, 6)))
+        Shapes(slots=64, prompts=(32,), pieces=(16, 32), seen=(5,), prompt_arenas=(16, 112), own_arenas=(128, 256),
+               columns_of_tables=((2, 4), (2, 6)), longest=7)
     """
 
     slots: int
@@ -40,6 +40,8 @@ class Shapes:
     """Blocks of each arena of the pool of the slots' own tokens."""
     columns_of_tables: tuple[tuple[int, int], ...]
     """Prompt blocks and own blocks per slot that the tables have room for."""
+    longest: int
+    """Blocks of the longest rollout as one sequence."""
 
     def columns(self, covered: tuple[int, int], widest: tuple[int, int]) -> tuple[int, int]:
         """Return the room of the tables when they cover so many blocks of each pool and a slot has at most so many."""
@@ -68,6 +70,7 @@ def shapes_of(
     prefill_chunk: int,
     cache_tokens: int | None,
     continued: bool,
+    aligned: bool = False,
 ) -> Shapes:
     """Return the shapes of one data shard.
 
@@ -79,13 +82,15 @@ def shapes_of(
         prefill_chunk: Tokens of one sequence that are computed together.
         cache_tokens: Tokens that the cache holds; None for every slot at its longest.
         continued: Whether rollouts are continued on their caches.
+        aligned: Whether own blocks begin with what a prompt's last block holds.
 
     Raises:
         ValueError: the cache is smaller than the longest rollout.
     """
-    prompt, completion = blocks_for(max_prompt_length - 1), blocks_for(max_completion_length)
+    stored, copied = max_prompt_length - 1, min(max_prompt_length - 1, BLOCK - 1) if aligned else 0
+    prompt, completion = blocks_for(stored), blocks_for(max_completion_length + copied)
     # What a continued rollout was fed after its first prompt is its own: all but one token at most.
-    longest_own = blocks_for(max_completion_length + (max_prompt_length - 1 if continued else 0))
+    longest_own = blocks_for(max_completion_length + (stored if continued else copied))
     prompts, own = slots * prompt, slots * longest_own
     if cache_tokens is not None:
         share = cache_tokens // BLOCK
@@ -110,6 +115,7 @@ def shapes_of(
         prompt_arenas=(shared, prompts - shared) if prompts > shared else (shared,),
         own_arenas=arena_sizes(own, slots * min(completion, _FIRST_OWN_BLOCKS)),
         columns_of_tables=_together(ladder(_COLUMNS, 4, prompt), ladder(_COLUMNS, 4, longest_own)),
+        longest=blocks_for(stored + max_completion_length),
     )
 
 

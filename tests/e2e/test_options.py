@@ -200,6 +200,7 @@ UNCHANGED = (
     "sampler.prefill_chunk=16",
     "sampler.reuse_cache=false",
     "sampler.batch_invariant=true",
+    "sampler.attention=xla",
     "sampler.warm_up=true",
     "env.workers=1",
     "train.micro_batch_size_per_device=1",

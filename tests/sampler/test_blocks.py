@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rljax.sampler.blocks import Ledger, Pool, empty_tables
+from rljax.sampler.blocks import Ledger, Pool, empty_page_table, empty_tables
 from rljax.sampler.cache import BLOCK
 
 PROMPT = tuple(range(BLOCK + 5))  # two blocks
@@ -123,3 +123,19 @@ def test_every_data_shard_writes_its_own_part_of_the_tables() -> None:
     ledger.write(tables, 1)
     assert np.asarray(tables.own_slot).tolist() == [-1, -1, -1, 0, -1, -1]
     assert np.asarray(tables.prompt_parts).tolist() == [[-1, -1], [-1, -1], [0, 1], [-1, -1]]
+
+
+def test_pages_are_one_sequence_whose_own_part_begins_where_a_block_of_the_prompt_does() -> None:
+    ledger = Ledger(shards=1, readers=2, prompts=Pool((4,)), own=Pool((6,)), aligned=True)
+    assert [ledger.start_of(PROMPT[:length]) for length in (0, 31, 32, 33)] == [0, 0, BLOCK, BLOCK]
+    ledger.seat(1, PROMPT, 5 + BLOCK)
+    ledger.seat(0, PROMPT, 6)
+    ledger.seat(3, (), 1)
+    assert ledger.prompt_of(0).blocks == [0, 1]  # the second one is the source of copies
+    table = empty_page_table(4, 4)
+    ledger.write(table, 0)
+    assert np.asarray(table.pages).tolist() == [[0, 4 + 2, 0, 0], [0, 4 + 0, 4 + 1, 0], [0, 0, 0, 0], [4 + 3, 0, 0, 0]]
+    parked = ledger.park(1, 6)
+    assert (parked.blocks, parked.start) == ([0], BLOCK)
+    assert ledger.resume(2, parked, BLOCK + 1)
+    assert ledger.pages_of(2) == [0, 4 + 0, 4 + 1]

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rljax.sampler.cache import BLOCK, arena_sizes, empty_slots, slots_sharding
+from rljax.sampler.paged import InBlocks
 from tests.tiny_model import ARCH, mesh_of, some_requests, warm_engine
 
 DATA = ("replica", "fsdp")
@@ -13,7 +14,7 @@ DATA = ("replica", "fsdp")
 
 @pytest.mark.parametrize(("mesh", "shards"), [("one", 1), ("tensor", 4)])
 def test_empty_slots_are_idle_and_laid_out(mesh: str, shards: int) -> None:
-    slots = empty_slots(ARCH, 8, (3,), (2, 5), 16, jnp.dtype("bfloat16"), mesh_of(mesh))
+    slots = empty_slots(ARCH, InBlocks(), 8, (3,), (2, 5), 16, jnp.dtype("bfloat16"), mesh_of(mesh))
     assert len(slots.cache) == ARCH.num_layers
     for layer in slots.cache:
         for arenas, sizes in ((layer.prompt, (3,)), (layer.own, (2, 5))):
@@ -29,8 +30,8 @@ def test_empty_slots_are_idle_and_laid_out(mesh: str, shards: int) -> None:
 
 def test_the_layout_names_every_field() -> None:
     mesh = mesh_of("one")
-    slots = jax.eval_shape(lambda: empty_slots(ARCH, 8, (3,), (2, 5), 16, jnp.dtype("float32"), mesh))
-    placed = jax.tree.map(lambda at, part: jax.tree.map(lambda _: at, part), slots_sharding(mesh), slots)
+    slots = jax.eval_shape(lambda: empty_slots(ARCH, InBlocks(), 8, (3,), (2, 5), 16, jnp.dtype("float32"), mesh))
+    placed = jax.tree.map(lambda at, part: jax.tree.map(lambda _: at, part), slots_sharding(mesh, InBlocks()), slots)
     assert jax.tree.structure(placed) == jax.tree.structure(slots)
 
 

@@ -28,7 +28,7 @@ from rljax.pytree import Params
 from rljax.records import SamplingParams
 from rljax.sampler.draw import draw, uniforms
 from rljax.sampler.engine import Engine, Request
-from rljax.sampler.paged import paged_attention
+from rljax.sampler.paged import Tables, paged_attention
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +77,7 @@ def kernel_floor(engine: Engine, params: Params, requests: Sequence[Request], re
         engine.step()
         engine.poll()
     tables, state = engine._tables(), engine._state  # the shapes that a step really has
+    assert isinstance(tables, Tables), "without a kernel"
     engine.clear()
     layers = [params["layers"][layer] for layer in arch.layers]
     floor = {}
