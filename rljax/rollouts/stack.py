@@ -21,7 +21,7 @@ from rljax.models.lora import spec_of
 from rljax.rollouts.collector import Collector
 from rljax.rollouts.weights import Publish, publisher
 from rljax.sampler.engine import Engine
-from rljax.sampler.kernels import choose_attention
+from rljax.sampler.kernels import AttentionChoice, choose_attention, tried
 from rljax.telemetry.profile import Clock
 
 
@@ -75,17 +75,17 @@ def build_engine(config: Config, arch: Arch, mesh: Mesh, tokenizer: Tokenizer) -
         batch_invariant=sampler.batch_invariant,
         dtype=sampler.dtype,
         cache_dtype=sampler.cache_dtype,
-        attention=choose_attention(
-            sampler.attention,
-            arch,
-            mesh.devices.flat[0].platform,
-            mesh.shape["tensor"],
-            sampler.dtype,
-            sampler.cache_dtype,
-        ),
+        attention=_attention(config, arch, mesh),
         record_routing=config.algorithm.routing_replay,
         open_text=tokenizer.decode_stream,
     )
+
+
+def _attention(config: Config, arch: Arch, mesh: Mesh) -> AttentionChoice:
+    """Return what attends in decode steps; a kernel only if it is right when it is tried."""
+    sampler, tensor, platform = config.sampler, mesh.shape["tensor"], mesh.devices.flat[0].platform
+    choice = choose_attention(sampler.attention, arch, platform, tensor, sampler.dtype, sampler.cache_dtype)
+    return tried(choice, sampler.attention, arch, tensor, "int8" if sampler.cache_dtype == "int8" else sampler.dtype)
 
 
 @contextmanager

@@ -7,10 +7,13 @@ Both come with JAX. A query attends to the pages that its row of a table names, 
 row's length is not seen. Nothing is gathered, and pages that no row names are not read.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import PartitionSpec
@@ -18,9 +21,9 @@ from jaxtyping import Array, Float, Int
 
 from rljax.mesh import DATA_AXES
 from rljax.models.arch import Arch
-from rljax.models.attention import AttentionOptions, Scales
+from rljax.models.attention import AttentionOptions, Scales, attend, position_mask
 from rljax.models.block import KeyValue, layer_kinds
-from rljax.sampler.cache import BLOCK, Pages
+from rljax.sampler.cache import BLOCK, Pages, in_int8
 
 _LANES = 128  # channels of a register of a TPU
 _ROWS = 8  # its other dim, for numbers of 32 bits
@@ -29,6 +32,12 @@ _TPU_QUERIES = 8  # that share a program of the kernel
 _GPU_BUFFER = 2**15  # keys that are multiplied together (bytes)
 _GPU_SPLITS = 16  # parts of one sequence, at most, that are worked on at the same time
 _GPU_CHANNELS = 256  # more do not fit together
+_TRIAL_PAGES, _TRIAL_LENGTHS = 11, (1, 32, 33, 100)
+_MOST_ERROR = {
+    "float32": 1e-2,
+    "bfloat16": 5e-2,
+    "int8": 1e-2,
+}  # of results of the order 1; devices may round products of float32
 
 
 @runtime_checkable
@@ -285,6 +294,65 @@ def choose_attention(
     if asked == "kernel":
         raise ValueError(f"sampler.attention = 'kernel' cannot be: {refusal}; or set it to 'xla', or to 'auto'")
     return AttentionChoice(None, refusal)
+
+
+def tried(
+    choice: AttentionChoice, asked: Literal["auto", "xla", "kernel"], arch: Arch, tensor: int, dtype: str
+) -> AttentionChoice:
+    """Return the choice if its kernel, tried on a few pages on this device, finds what XLA's attention finds; else XLA.
+
+    Args:
+        choice: From `choose_attention`.
+        asked: `sampler.attention`.
+        arch: Model.
+        tensor: Over how many devices the heads are split.
+        dtype: Type of the cache: `sampler.dtype`, or int8.
+
+    Raises:
+        ValueError: the kernel is asked for and does not.
+    """
+    if choice.kernel is None:
+        return choice
+    heads = arch.num_kv_heads // tensor
+    part = replace(arch, num_kv_heads=heads, num_heads=heads * arch.queries_per_kv)
+    try:
+        kinds = {kind.attention for kind in layer_kinds(arch)}
+        error = float(np.max([_error(choice.kernel, part, options, dtype) for options in kinds]))  # NaN if one is
+    except Exception as err:  # whatever a compiler raises
+        found = f"failed ({str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__})"
+    else:
+        if error <= _MOST_ERROR[dtype]:
+            return choice
+        found = f"was wrong by up to {error:.2g}"
+    if asked == "kernel":
+        raise ValueError(
+            f"sampler.attention = 'kernel': {choice.kernel.name}, {found} when it was tried; set it to 'xla' or 'auto'"
+        )
+    return AttentionChoice(None, f"{choice.kernel.name}, {found} when it was tried on this device")
+
+
+def _error(kernel: Kernel, arch: Arch, options: AttentionOptions, dtype: str) -> float:
+    """Return how far the kernel's attention is from XLA's, at most, for normal numbers in pages that are read in any order."""
+    rng, kind = np.random.default_rng(0), "float32" if dtype == "int8" else dtype
+    shape = _TRIAL_PAGES, arch.num_kv_heads, BLOCK, arch.head_dim
+    key, value = (jnp.asarray(rng.normal(size=shape), kind) for _ in range(2))
+    kept = KeyValue(key, value)
+    kept = in_int8(kept) if dtype == "int8" else kept
+    query = jnp.asarray(rng.normal(size=(len(_TRIAL_LENGTHS), shape[1], arch.queries_per_kv, arch.head_dim)), kind)
+    pages = kernel.pack(kept, kernel.empty(arch, 1, _TRIAL_PAGES, jnp.dtype(dtype)))
+    lengths = jnp.asarray(_TRIAL_LENGTHS, jnp.int32)
+    columns = kernel.columns(-(-max(_TRIAL_LENGTHS) // BLOCK), pages)
+    table = jnp.asarray(rng.integers(0, _TRIAL_PAGES, (len(lengths), columns)), jnp.int32)
+    found = jax.jit(partial(kernel.attend, options=options))(query, pages, table, lengths)
+
+    def in_rows(x: Any) -> Any:
+        return jnp.swapaxes(x[table], 1, 2).reshape(len(lengths), arch.num_kv_heads, -1, *x.shape[3:])
+
+    rows = jax.tree.map(in_rows, kept)
+    places = jnp.broadcast_to(jnp.arange(columns * BLOCK), (len(lengths), columns * BLOCK))
+    seen = position_mask(lengths[:, None] - 1, places, options.window)
+    expected = attend(query[:, None], rows.key, rows.value, seen, options, scales=rows.scales)[:, 0]
+    return float(jnp.max(jnp.abs(found.astype(jnp.float32) - expected.astype(jnp.float32))))
 
 
 def _power_of_two(number: int) -> int:

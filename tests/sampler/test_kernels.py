@@ -1,6 +1,7 @@
 """A kernel attends to what its table names, is asked only for what it can do, and is part of the program of its platform."""
 
 import dataclasses
+import re
 from typing import Any, Literal
 
 import jax
@@ -13,7 +14,7 @@ from rljax.models.arch import Arch
 from rljax.models.attention import AttentionOptions
 from rljax.models.block import KeyValue
 from rljax.sampler.cache import BLOCK, in_int8
-from rljax.sampler.kernels import GpuKernel, Kernel, TpuKernel, choose_attention
+from rljax.sampler.kernels import AttentionChoice, GpuKernel, Kernel, TpuKernel, choose_attention, tried
 from tests.reference import decoder
 from tests.sampler.interpreted import interpreted
 from tests.tiny_model import ARCH
@@ -157,3 +158,41 @@ def test_what_a_kernel_can_do_it_does_unless_xla_is_asked_for(platform: str, arc
         assert choice.kernel == {"tpu": TpuKernel(), "gpu": GpuKernel()}[platform]
         assert str(choice).startswith("ragged paged attention" if platform == "tpu" else "paged attention")
     assert choose_attention("xla", arch, platform, 1, dtype, cache_dtype).kernel is None
+
+
+class Zeros(GpuKernel):
+    """A kernel that is wrong."""
+
+    def attend(self, query: Any, pages: Any, table: Any, lengths: Any, options: AttentionOptions) -> Any:
+        return jnp.zeros_like(query)
+
+
+class Absent(GpuKernel):
+    """A kernel that its device does not have."""
+
+    def attend(self, query: Any, pages: Any, table: Any, lengths: Any, options: AttentionOptions) -> Any:
+        raise NotImplementedError("no such instruction\nand more")
+
+
+@pytest.mark.parametrize("kernel", [GpuKernel(), TpuKernel()])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_kernel_that_is_right_when_it_is_tried_is_used(kernel: Kernel, dtype: str) -> None:
+    choice = AttentionChoice(kernel, "it can do all layers of the model")
+    with interpreted():
+        assert tried(choice, "auto", an_arch(9, 3, 16), 3, dtype) is choice
+
+
+def test_codes_are_tried_with_their_scales() -> None:
+    choice = AttentionChoice(GpuKernel(), "")
+    with interpreted():
+        assert tried(choice, "kernel", an_arch(), 1, "int8") is choice
+
+
+@pytest.mark.parametrize(("kernel", "reason"), [(Zeros(), "was wrong by up to"), (Absent(), r"failed \(no such instruction\)")])
+def test_a_kernel_that_is_not_is_left_alone(kernel: Kernel, reason: str) -> None:
+    choice = AttentionChoice(kernel, "")
+    found = tried(choice, "auto", an_arch(), 1, "float32")
+    assert found.kernel is None
+    assert re.search(reason, str(found))
+    with pytest.raises(ValueError, match=f"(?s){reason}.*set it to 'xla' or 'auto'"):
+        tried(choice, "kernel", an_arch(), 1, "float32")
