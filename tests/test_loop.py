@@ -53,7 +53,8 @@ def test_a_run_says_how_it_went(trained: tuple[TrainResult, list[str]]) -> None:
     assert (result.step, result.trained, result.stopped) == (2, 2, False)
     assert result.metrics["progress/prompt_position"] == 8
     plan = "train: all 4 tasks fit max_prompt_length = 48 (longest: 16 tokens)"
-    estimate = said[said.index(plan) + 1 : -1]
+    attention, *estimate = said[said.index(plan) + 1 : -1]
+    assert attention == "attention in decode steps: XLA: there is no kernel for devices of the kind cpu"
     assert estimate[0].startswith("tokens per step: ")
     assert estimate[-1].startswith("memory: total ")
     assert said[-1] == f"start: {tiny_checkpoint()}"
