@@ -321,7 +321,7 @@ def test_a_closed_file_takes_no_rows_and_leaks_no_descriptor(tmp_path: Path) -> 
     sink = MetricsFile(tmp_path / "m.jsonl")
     before = len(os.listdir("/proc/self/fd"))
     sink.truncate_after(0)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before, "others may be closed meanwhile, by the garbage collector"
     sink.close()
     sink.close()
     with pytest.raises(ValueError, match="is closed"):
