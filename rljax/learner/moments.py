@@ -73,13 +73,12 @@ def kept(moments: Any, dtype: Any, updates: Int[Array, ""], axes: Any) -> Any:
 
 def restored(moments: Any) -> Any:
     """Return kept moments in float32."""
+    return wide(jax.tree.map(lambda leaf: from_codes(leaf) if is_int8(leaf) else leaf, moments, is_leaf=is_int8))
 
-    def one(leaf: Any) -> Array:
-        if isinstance(leaf, Int8Moment):
-            return from_codes(leaf)
-        return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    return jax.tree.map(one, moments, is_leaf=is_int8)
+def wide(tree: Any) -> Any:
+    """Return a tree with its floating-point leaves in float32."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
 
 
 def _mixed(key: UInt32[Array, " 2"], shape: tuple[int, ...]) -> UInt32[Array, "*s"]:

@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from rljax.config import OptimizerConfig
-from rljax.learner.moments import kept, restored
+from rljax.learner.moments import kept, restored, wide
 from rljax.learner.rules import adafactor, is_hidden_matrix, muon
 
 DecayMask = Callable[[Any], Any]
@@ -69,7 +69,7 @@ class Optimizer:
         updates = jnp.zeros((), jnp.int32)
 
         def start(params: Any) -> Any:
-            return self._kept(self._rule.init(_wide(params)), updates)
+            return self._kept(self._rule.init(wide(params)), updates)
 
         # Every rule begins with zeros. To round them as moments are would have XLA fold constants for minutes.
         moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(start, params))
@@ -80,12 +80,12 @@ class Optimizer:
 
         Arithmetic is float32 whatever the dtypes of parameters and moments.
         """
-        grads, grad_norm = clip_by_global_norm(_wide(grads), self.config.max_grad_norm)
-        wide = _wide(params)
-        directions, moments = self._rule.update(grads, restored(state.moments), wide)
+        grads, grad_norm = clip_by_global_norm(wide(grads), self.config.max_grad_norm)
+        masters = wide(params)
+        directions, moments = self._rule.update(grads, restored(state.moments), masters)
         updates = state.updates + 1
         rate = _schedule(self.config, updates)
-        new = jax.tree.map(lambda old, at, by: (at - rate * by).astype(old.dtype), params, wide, directions)
+        new = jax.tree.map(lambda old, at, by: (at - rate * by).astype(old.dtype), params, masters, directions)
         return Update(new, OptimizerState(updates, self._kept(moments, updates)), grad_norm, rate)
 
     def _kept(self, moments: Any, updates: Array) -> Any:
@@ -124,10 +124,6 @@ def _schedule(config: OptimizerConfig, step: Int[Array, ""]) -> Float[Array, ""]
         left = 1.0 - part if config.schedule == "linear" else 0.5 * (1.0 + jnp.cos(jnp.pi * part))
         after = lowest + (peak - lowest) * left
     return jnp.where(step < warmup, peak * step / max(warmup, 1), after)
-
-
-def _wide(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
 
 
 def _adamw(config: OptimizerConfig, _: Any) -> Any:

@@ -205,10 +205,16 @@ def empty_blocks(arch: Arch, count: int, dtype: jnp.dtype) -> Blocks:
     return Blocks(jnp.zeros(key, dtype), jnp.zeros(value, dtype), scales)
 
 
-def stored_form(cache: Sequence[LayerCache] | Sequence[Pages]) -> Callable[[KeyValue], KeyValue] | None:
+def stored_form(cache: Sequence[LayerCache | Pages]) -> Callable[[KeyValue], KeyValue] | None:
     """Return how fresh keys and values become what this cache keeps; None where it keeps them as they are."""
     # Codes are the only integers that are kept.
     return in_int8 if jax.tree.leaves(cache)[0].dtype == jnp.int8 else None
+
+
+def as_kept(layer: LayerCache | Pages, fresh: KeyValue) -> KeyValue:
+    """Return fresh keys and values as this layer's cache keeps them."""
+    form = stored_form([layer])
+    return fresh if form is None else form(fresh)
 
 
 def in_int8(fresh: KeyValue) -> KeyValue:

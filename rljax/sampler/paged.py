@@ -33,7 +33,7 @@ from rljax.models.arch import Arch
 from rljax.models.attention import AttentionOptions, Part, Scales, attend, attend_part, join_parts, position_mask
 from rljax.models.block import Attention, KeyValue, layer_kinds
 from rljax.pytree import pytree
-from rljax.sampler.cache import BLOCK, Blocks, LayerCache, empty_blocks, stored_form
+from rljax.sampler.cache import BLOCK, Blocks, LayerCache, as_kept, empty_blocks
 
 _ROWS, _HEADS = PartitionSpec(DATA_AXES), PartitionSpec(DATA_AXES, "tensor")
 
@@ -164,18 +164,21 @@ def paged_attention(
         origin: Per slot, the position of the first token in its own blocks.
         active: Which slots store their token; what others hold is left alone.
     """
-    plan = jax.shard_map(partial(_plan, windows_of(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
+    plan = jax.shard_map(partial(_plan, _windows(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
     return over_mesh(mesh, _attend, plan(tables, position, origin, active))
 
 
 def pieces_attention(arch: Arch, mesh: Mesh, pieces: Pieces) -> Attention:
     """Return the attention of a continued prefill: each token sees what its row's blocks hold up to its own position."""
-    plan = jax.shard_map(partial(plan_pieces, windows_of(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
-    return over_mesh(mesh, _attend_gathered, plan(pieces))
+    return over_mesh(mesh, _attend_gathered, plan_of_pieces(arch, mesh, pieces))
 
 
-def windows_of(arch: Arch) -> list[int | None]:
-    """Return the windows that there are among the layers, None for no window included."""
+def plan_of_pieces(arch: Arch, mesh: Mesh, pieces: Pieces) -> PiecesPlan:
+    """Derive from the pieces what every layer needs, on every data shard."""
+    return jax.shard_map(partial(_plan_pieces, _windows(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)(pieces)
+
+
+def _windows(arch: Arch) -> list[int | None]:
     return sorted({kind.attention.window for kind in layer_kinds(arch)}, key=str)
 
 
@@ -241,7 +244,7 @@ def _plan(
     return _Plan(own_slot, prompt_slot, visible, parts, jnp.where(active, block, -1), fed % BLOCK)
 
 
-def plan_pieces(windows: Sequence[int | None], pieces: Pieces) -> PiecesPlan:
+def _plan_pieces(windows: Sequence[int | None], pieces: Pieces) -> PiecesPlan:
     """Derive from the pieces what every layer needs, on one data shard."""
     columns, rows = jnp.arange(pieces.blocks.shape[1])[None], pieces.tokens.shape
     origin, base = pieces.origin[:, None], pieces.base[:, None]
@@ -270,7 +273,7 @@ def _attend(
     """Write the fresh keys and values into the slots' own blocks and attend, on one data shard."""
     now, visible = query[:, 0], plan.visible[str(options.window)]
     # A slot that has no block for its token stores nothing.
-    own = _store(cache.own, plan.block, jax.tree.map(lambda x: x[:, :, 0], _as_kept(cache, fresh)), plan.offset)
+    own = _store(cache.own, plan.block, jax.tree.map(lambda x: x[:, :, 0], as_kept(cache, fresh)), plan.offset)
     parts: list[Part] = []
     for arena, blocks in _used(own, len(plan.own_slot)):
         reader = now[plan.own_slot[blocks]]
@@ -292,17 +295,11 @@ def _attend_gathered(
 ) -> tuple[Float[Array, "a s k m c"], LayerCache]:
     """Write the fresh keys and values into their blocks and attend to all of the row's blocks, on one data shard."""
     first_own = sum(len(arena.key) for arena in cache.prompt)
-    new = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:]), _as_kept(cache, fresh))
+    new = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:]), as_kept(cache, fresh))
     prompt = _store(cache.prompt, plan.block, new, plan.offset)
     own = _store(cache.own, plan.block - first_own, new, plan.offset)
     seen, visible = _gathered((*prompt, *own), plan.blocks), plan.visible[str(options.window)]
     return attend(query, seen.key, seen.value, visible, options, sinks, seen.scales), LayerCache(prompt, own)
-
-
-def _as_kept(cache: LayerCache, fresh: KeyValue) -> KeyValue:
-    """Return fresh keys and values as the cache keeps them."""
-    form = stored_form([cache])
-    return fresh if form is None else form(fresh)
 
 
 def _gathered(arenas: Sequence[Blocks], blocks: Int[Array, "a q"]) -> KeyValue:

@@ -31,9 +31,9 @@ from rljax.models.arch import Arch
 from rljax.models.attention import AttentionOptions, Scales, attend
 from rljax.models.block import Attention, KeyValue
 from rljax.pytree import pytree
-from rljax.sampler.cache import BLOCK, Pages, stored_form
+from rljax.sampler.cache import BLOCK, Pages, as_kept
 from rljax.sampler.kernels import Kernel
-from rljax.sampler.paged import Pieces, PiecesPlan, over_mesh, plan_pieces, split_in_blocks, windows_of
+from rljax.sampler.paged import Pieces, PiecesPlan, over_mesh, plan_of_pieces, split_in_blocks
 
 _ROWS, _HEADS = PartitionSpec(DATA_AXES), PartitionSpec(DATA_AXES, "tensor")
 
@@ -90,8 +90,7 @@ class InPages:
 
     def continued(self, arch: Arch, mesh: Mesh, pieces: Pieces) -> Attention:
         """Return the attention of a continued prefill: each token sees what its row's pages hold up to its own position."""
-        plan = jax.shard_map(partial(plan_pieces, windows_of(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)(pieces)
-        return over_mesh(mesh, partial(_attend_gathered, self.kernel), plan, self.spec)
+        return over_mesh(mesh, partial(_attend_gathered, self.kernel), plan_of_pieces(arch, mesh, pieces), self.spec)
 
     def with_prompts(self, mesh: Mesh, layer: Pages, prompts: KeyValue, blocks: Int[Array, "a i"]) -> Pages:
         """Store whole prompts, given as rows, in the blocks named for them; -1 drops a part."""
@@ -131,7 +130,7 @@ def _attend(
 ) -> tuple[Float[Array, "b 1 k m c"], Pages]:
     """Write the fresh keys and values into the slots' pages and attend, on one data shard."""
     assert sinks is None, "such a model is refused"
-    pages = _with_tokens(kernel, pages, _as_kept(pages, fresh), plan.page, plan.offset)
+    pages = _with_tokens(kernel, pages, as_kept(pages, fresh), plan.page, plan.offset)
     out = kernel.attend(query[:, 0], pages, plan.table, plan.lengths, options).astype(query.dtype)
     # An idle slot has seen some page of others.
     return jnp.where(plan.active[:, None, None, None], out, 0)[:, None], pages
@@ -149,7 +148,7 @@ def _attend_gathered(
     """Write the fresh keys and values into their pages and attend to all of the row's pages, on one data shard."""
     assert sinks is None, "such a model is refused"
     a, s, k, _, c = query.shape
-    rows = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2).reshape(a * s, k, 1, *x.shape[3:]), _as_kept(pages, fresh))
+    rows = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2).reshape(a * s, k, 1, *x.shape[3:]), as_kept(pages, fresh))
     pages = _with_tokens(kernel, pages, rows, plan.block, plan.offset)
     found = tuple(_taken(held, kernel.page_dim, plan.blocks.reshape(-1)) for held in pages)
 
@@ -167,12 +166,6 @@ def _without_stale(seen: KeyValue, read: Bool[Array, "a 1 t"]) -> KeyValue:
     """Return zeros in the place of values that nobody reads: what they hold has no weight, but need not be finite."""
     value, scales = jnp.where(read[..., None], seen.value, 0), seen.scales
     return KeyValue(seen.key, value, scales and Scales(scales.key, jnp.where(read, scales.value, 0)))
-
-
-def _as_kept(pages: Pages, fresh: KeyValue) -> KeyValue:
-    """Return fresh keys and values as the cache keeps them."""
-    form = stored_form([pages])
-    return fresh if form is None else form(fresh)
 
 
 def _with_prompts(kernel: Kernel, pages: Pages, prompts: KeyValue, blocks: Int[Array, "a i"]) -> Pages:
