@@ -6,12 +6,14 @@ tell the device. Refuses to own arrays and the order in which rollouts are serve
     prompt --seat--> blocks, with places for several readers --seat--> further readers --leave--> freed with the last one
     slot   --seat--> blocks for its first tokens --extend--> more blocks             --leave--> freed
            --park--> its place and blocks without a slot --resume--> a slot again, or --drop--> freed
+    blocks --compact--> the lowest ones there are, so that the tables of few rollouts need cover few blocks
 """
 
+import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +28,27 @@ _ABSENT = -1  # in the place of a reader that is parked
 def blocks_for(tokens: int) -> int:
     """Return how many blocks hold so many tokens."""
     return -(-tokens // BLOCK)
+
+
+class Size(NamedTuple):
+    """Size of the tables of one data shard, and of the decode steps that they are for.
+
+    Example:
+        Size(rows=64, prompts=16, own=128, columns=(2, 4))
+    """
+
+    rows: int
+    """Slots that are decoded."""
+    prompts: int
+    """Blocks of the prompt pool that are covered: the lowest ones."""
+    own: int
+    """Blocks of the own pool that are covered."""
+    columns: tuple[int, int]
+    """Prompt blocks and own blocks that one slot may read."""
+
+    def holds(self, other: "Size") -> bool:
+        """Tell whether it is as large in everything."""
+        return all(mine >= its for mine, its in zip((*self[:3], *self.columns), (*other[:3], *other.columns), strict=True))
 
 
 @dataclass(slots=True, eq=False)
@@ -69,9 +92,10 @@ class Parked:
 class Pool:
     """Free blocks; the lowest ones are given out first, so that those in use stay together."""
 
-    def __init__(self, arenas: Sequence[int]):
-        self._ends = np.cumsum(arenas).tolist()
-        self._free = list(range(self._ends[-1]))
+    def __init__(self, size: int):
+        self.size = size
+        """Number of blocks."""
+        self._free = list(range(size))
         self._used: set[int] = set()
 
     def take(self, count: int) -> list[int] | None:
@@ -89,18 +113,32 @@ class Pool:
             heapq.heappush(self._free, block)
 
     @property
-    def size(self) -> int:
-        """Number of blocks."""
-        return self._ends[-1]
-
-    @property
     def used(self) -> int:
         """Number of blocks in use."""
         return len(self._used)
 
-    def covering(self, block: int) -> int:
-        """Return how many blocks the arenas up to the one with this block have."""
-        return next(end for end in self._ends if block < end)
+    def least(self, blocks: Sequence[int], ends: Sequence[int]) -> int:
+        """Return the first of these numbers of blocks below which there is room for these blocks in use, others staying."""
+        others = sorted(self._used.difference(blocks)) if len(self._used) > len(blocks) else []
+        return next(end for end in ends if len(blocks) + bisect.bisect_left(others, end) <= end)
+
+    def lower(self, holders: Iterable[list[int]], end: int) -> list[tuple[int, int]]:
+        """Give holders free blocks below `end`, of which `least` says that there are enough, in the place of those above.
+
+        Returns:
+            Pairs (block, its replacement), whose content is to be copied.
+        """
+        moves = []
+        for blocks in holders:
+            above = [index for index, block in enumerate(blocks) if block >= end]
+            targets = self.take(len(above))
+            assert targets is not None, "as many are given back"
+            assert all(target < end for target in targets), "there is room"
+            self.give([blocks[index] for index in above])
+            for index, target in zip(above, targets, strict=True):
+                moves.append((blocks[index], target))
+                blocks[index] = target
+        return moves
 
 
 @dataclass(slots=True)
@@ -108,7 +146,7 @@ class Ledger:
     """The blocks of one data shard.
 
     Example:
-        ledger = Ledger(shards=1, readers=8, prompts=Pool((24,)), own=Pool((128,)))
+        ledger = Ledger(shards=1, readers=8, prompts=Pool(24), own=Pool(128))
         ledger.seat(0, prompt=(1, 2, 3), tokens=16)
         ledger.extend(0, tokens=32)
         ledger.leave(0)
@@ -218,40 +256,70 @@ class Ledger:
         """Return a slot's own blocks."""
         return self._blocks[slot]
 
-    def covered(self) -> tuple[int, int]:
-        """Return how many blocks of each pool the arenas have that hold what slots read; at least the first arena's."""
-        prompt = max((block for stored, _ in self._place.values() for block in stored.blocks), default=0)
-        own = max((block for blocks in self._blocks.values() for block in blocks), default=0)
-        return self.prompts.covering(prompt), self.own.covering(own)
+    def need(self, prompt_ends: Sequence[int], own_ends: Sequence[int]) -> Size:
+        """Return the size of the tables that name all that slots read, once that lies as low as it can.
 
-    def widest(self) -> tuple[int, int]:
-        """Return the largest number of prompt blocks and of own blocks that one slot reads."""
-        prompt = max((len(stored.blocks) for stored, _ in self._place.values()), default=0)
-        return prompt, max(map(len, self._blocks.values()), default=0)
+        Args:
+            prompt_ends: Numbers of blocks of the prompt pool that tables may cover, in ascending order; the last is all.
+            own_ends: The same for the own pool.
+        """
+        read, own = self._read(), [*self._blocks.values()]
+        columns = max(map(len, read), default=0), max(map(len, own), default=0)
+        covered = self.prompts.least(_joined(read), prompt_ends), self.own.least(_joined(own), own_ends)
+        return Size(len(self._place), *covered, columns)
+
+    def compact(self, size: Size) -> list[tuple[int, int]]:
+        """Give slots blocks that tables of this size cover, in the place of others; it holds what they `need`.
+
+        Returns:
+            Pairs (block, its replacement), whose content is to be copied, own blocks counted on after the prompt pool's.
+        """
+        first = self.prompts.size
+        own = self.own.lower(self._blocks.values(), size.own)
+        return [*self.prompts.lower(self._read(), size.prompts), *((first + block, first + new) for block, new in own)]
+
+    def _read(self) -> list[list[int]]:
+        """Return the blocks of each prompt that slots read."""
+        return list({id(prompt): prompt.blocks for prompt, _ in self._place.values()}.values())
+
+    def rows(self) -> dict[int, int]:
+        """Return a row for each slot that holds something: the lowest ones, in the order of slots."""
+        return {slot: row for row, slot in enumerate(sorted(self._place))}
 
     def pages_of(self, slot: int) -> list[int]:
         """Return the blocks that a slot reads as one sequence, own ones counted on after the prompt pool's."""
         stored, own = self._place[slot][0], [self.prompts.size + block for block in self._blocks[slot]]
         return [*stored.blocks[: blocks_for(self._start[slot])], *own]
 
-    def write(self, tables: Tables | PageTable, shard: int) -> None:
-        """Write this shard's part of the tables (numpy arrays, as `empty_tables` and `empty_page_table` return them)."""
+    def write(self, tables: Tables | PageTable, shard: int, rows: Mapping[int, int]) -> None:
+        """Write this shard's part of the tables (numpy arrays, as `empty_tables` and `empty_page_table` return them).
+
+        Args:
+            tables: Of all shards.
+            shard: Number of this one.
+            rows: Row of each slot.
+        """
         if isinstance(tables, PageTable):
-            rows = tables.pages.reshape(self.shards, -1, tables.pages.shape[1])[shard]
+            own = tables.pages.reshape(self.shards, -1, tables.pages.shape[1])[shard]
             for slot in self._place:
                 pages = self.pages_of(slot)
-                rows[slot, : len(pages)] = pages
+                own[rows[slot], : len(pages)] = pages
             return
         parts = {name: x.reshape(self.shards, -1, *x.shape[1:])[shard] for name, x in vars(tables).items()}
         for slot, (stored, place) in self._place.items():
+            row = rows[slot]
             for index, block in enumerate(stored.blocks):
-                parts["prompt_slot"][block, place] = slot
+                parts["prompt_slot"][block, place] = row
                 parts["prompt_start"][block] = index * BLOCK
                 parts["prompt_filled"][block] = min(BLOCK, len(stored.tokens) - index * BLOCK)
-                parts["prompt_parts"][slot, index] = block * self.readers + place
+                parts["prompt_parts"][row, index] = block * self.readers + place
             for index, block in enumerate(self._blocks[slot]):
-                parts["own_slot"][block], parts["own_start"][block] = slot, self._start[slot] + index * BLOCK
-                parts["own_parts"][slot, index] = block
+                parts["own_slot"][block], parts["own_start"][block] = row, self._start[slot] + index * BLOCK
+                parts["own_parts"][row, index] = block
+
+
+def _joined(lists: Iterable[list[int]]) -> list[int]:
+    return [item for items in lists for item in items]
 
 
 def empty_page_table(slots: int, columns: int) -> PageTable:
@@ -259,20 +327,19 @@ def empty_page_table(slots: int, columns: int) -> PageTable:
     return with_fields(PageTable, pages=np.zeros((slots, columns), np.int32))
 
 
-def empty_tables(slots: int, prompt_blocks: int, readers: int, own_blocks: int, columns: tuple[int, int]) -> Tables:
+def empty_tables(shards: int, size: Size, readers: int) -> Tables:
     """Return tables that name nobody, as numpy arrays over all data shards.
 
     Args:
-        slots: Number of slots.
-        prompt_blocks: Blocks of the prompt pool that the tables cover.
-        readers: Readers per block of it.
-        own_blocks: Blocks of the own pool that they cover.
-        columns: Prompt blocks and own blocks that one slot may read.
+        shards: Number of data shards.
+        size: On each of them.
+        readers: Readers per block of the prompt pool.
     """
 
     def nobody(*shape: int) -> np.ndarray:
         return np.full(shape, -1, np.int32)
 
-    fields = {"prompt_slot": nobody(prompt_blocks, readers), "prompt_start": nobody(prompt_blocks)}
-    fields |= {"prompt_filled": nobody(prompt_blocks), "own_slot": nobody(own_blocks), "own_start": nobody(own_blocks)}
-    return with_fields(Tables, **fields, prompt_parts=nobody(slots, columns[0]), own_parts=nobody(slots, columns[1]))
+    rows, prompts, own = (shards * count for count in size[:3])
+    fields = {"prompt_slot": nobody(prompts, readers), "prompt_start": nobody(prompts)}
+    fields |= {"prompt_filled": nobody(prompts), "own_slot": nobody(own), "own_start": nobody(own)}
+    return with_fields(Tables, **fields, prompt_parts=nobody(rows, size.columns[0]), own_parts=nobody(rows, size.columns[1]))

@@ -14,6 +14,7 @@ set of arrays (pages.py).
 In a cache of 8-bit integers each key and each value has a scale, which is never applied to it but to its score or weight.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -31,7 +32,7 @@ from rljax.pytree import pytree, with_fields
 
 BLOCK = 32
 """Positions per block (tokens)."""
-_GROWTH = 4  # an arena is at most this many times all arenas before it
+_MOST_ARENAS = 4  # of one pool: each is a level of what a decode step reads, for which it is compiled
 
 
 class Blocks(NamedTuple):
@@ -81,6 +82,13 @@ class Form(Protocol):
 
     def with_prompts(self, mesh: Mesh, layer: Any, prompts: KeyValue, blocks: Int[Array, "a i"]) -> Any:
         """Store whole prompts, given as rows, in the blocks named for them; -1 drops a part."""
+        ...
+
+    def copied(self, mesh: Mesh, cache: Any, source: Int[Array, " n"], target: Int[Array, " n"]) -> Any:
+        """Copy blocks to others of the same pool and data shard, in every layer; a target of -1 is none.
+
+        Those of the own pool are counted on after the prompt pool's.
+        """
         ...
 
 
@@ -135,14 +143,18 @@ class Slots:
 
 
 def arena_sizes(blocks: int, first: int) -> tuple[int, ...]:
-    """Split a pool of so many blocks into arenas, the first one of `first` blocks, each later one up to four times all before.
+    """Split a pool of so many blocks into arenas, the first one of `first` blocks, each later one a multiple of all before.
+
+    The multiple is the least with which there are not too many arenas.
 
     Example:
-        arena_sizes(100, 10) == (10, 40, 50)
+        arena_sizes(100, 20) == (20, 20, 40, 20)
+        arena_sizes(1000, 20) == (20, 60, 240, 680)
     """
+    multiple = next(found for found in itertools.count(1) if first * (1 + found) ** (_MOST_ARENAS - 1) >= blocks)
     sizes = [min(first, blocks)]
     while (total := sum(sizes)) < blocks:
-        sizes.append(min(_GROWTH * total, blocks - total))
+        sizes.append(min(multiple * total, blocks - total))
     return tuple(sizes)
 
 

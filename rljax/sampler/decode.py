@@ -8,13 +8,15 @@ included, is made by the same code.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
 from rljax.algorithms.logprobs import token_logprobs
+from rljax.mesh import DATA_AXES
 from rljax.models.arch import Arch
 from rljax.models.block import KeyValue
 from rljax.models.decoder import logits, merge
@@ -26,6 +28,7 @@ from rljax.sampler.paged import Pieces, Tables
 from rljax.sampler.pages import PageTable
 
 _SCORED_POSITIONS = 64  # positions of a prompt whose logits exist at the same time
+_ROWS = PartitionSpec(DATA_AXES)
 
 
 @pytree
@@ -145,13 +148,24 @@ def decode_chunk(
     params: Params,
     slots: Slots,
     tables: Tables | PageTable,
+    chosen: Int[Array, " r"] | None,
     stop_ids: Int[Array, " e"],
     rules: Rules | None,
 ) -> Slots:
     """Draw up to `steps` tokens in every slot that has any left; stop early when none has.
 
-    Without rules all slots draw from their tempered distributions until a stop id.
+    Without rules all slots draw from their tempered distributions until a stop id. Where slots are chosen, one per row of the
+    tables, counted within their data shard and none where the number is out of range, only those are decoded: the others must
+    have nothing left to draw.
     """
+    if chosen is not None:
+        rows = jax.shard_map(_taken, mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
+        few = Slots(slots.cache, rows(slots.progress, chosen))
+        after = decode_chunk(
+            arch, mesh, form, steps, params, few, tables, None, stop_ids, None if rules is None else rows(rules, chosen)
+        )
+        put = jax.shard_map(_put, mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
+        return Slots(after.cache, put(slots.progress, after.progress, chosen))
 
     def unfinished(carry: tuple[Array, Slots]) -> Array:
         step, state = carry
@@ -162,6 +176,16 @@ def decode_chunk(
         return step + 1, _decode_step(arch, mesh, form, params, state, tables, stop_ids, rules)
 
     return jax.lax.while_loop(unfinished, advance, (jnp.int32(0), slots))[1]
+
+
+def _taken(slots: Any, chosen: Int[Array, " r"]) -> Any:
+    """Return the entries of the chosen slots, on one data shard; zeros, that is nothing to draw, where there is no slot."""
+    return jax.tree.map(lambda leaf: leaf.at[chosen].get(mode="fill", fill_value=0), slots)
+
+
+def _put(slots: Any, rows: Any, chosen: Int[Array, " r"]) -> Any:
+    """Return the slots with the entries of the chosen ones replaced."""
+    return jax.tree.map(lambda leaf, row: leaf.at[chosen].set(row, mode="drop"), slots, rows)
 
 
 def _decode_step(

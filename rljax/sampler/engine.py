@@ -28,7 +28,7 @@ from rljax.mesh import DATA_AXES, bytes_per_device, data_shards, on_cpu, shardin
 from rljax.models.arch import Arch
 from rljax.pytree import Params
 from rljax.records import Completion, SamplingParams, TopTokens
-from rljax.sampler.blocks import Ledger, Pool, blocks_for, empty_page_table, empty_tables
+from rljax.sampler.blocks import Ledger, Pool, Size, blocks_for, empty_page_table, empty_tables
 from rljax.sampler.cache import LayerCache, Report, Slots, empty_slots, slots_sharding, stored_form
 from rljax.sampler.decode import Prompts, Starts, decode_chunk, extend, fill, score_prompts, start
 from rljax.sampler.draw import Rules
@@ -115,7 +115,8 @@ class Engine:
         shapes = shapes_of(*sizes, continued=reuse_cache, aligned=kernel is not None)
         # A kernel reads no more for a wider table and larger pools.
         self._shapes = shapes.largest() if batch_invariant or kernel is not None else shapes
-        prompts, own = pools = self._shapes.prompt_arenas, self._shapes.own_arenas
+        pools = self._shapes.prompt_arenas, self._shapes.own_arenas
+        prompts, own = map(sum, pools)
         ledgers = [Ledger(self.shards, readers, Pool(prompts), Pool(own), kernel is not None) for _ in range(self.shards)]
         self._schedule = Schedule(ledgers, per_shard, decode_chunk_steps, chunk, reuse_cache)
         self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
@@ -126,6 +127,7 @@ class Engine:
         self._fill, self._extend, self._start, self._copy, self._decode = _jitted(arch, mesh, form, decode_chunk_steps)
         self._score = jax.jit(partial(score_prompts, arch, stored_form(self._state.cache)))
         self._params, self._version, self._rules = None, -1, None  # rules: who asks for what, and the same on the device
+        self._rows_in_use = 0  # of the chunk in progress
 
     def set_weights(self, params: Params, version: int) -> None:
         """Sample from these parameters from now on; what is parked is freed, and no stored prompt is given to newcomers.
@@ -162,16 +164,15 @@ class Engine:
         """Yield the programs with inputs of every shape there is: longest compilations first."""
         shapes, nobody, state = self._shapes, [()] * self.shards, self._state
         rules = (None,) if self._rules is None else (None, self._rules[1])
-        for (covered, columns), asked in itertools.product(shapes.decode(), rules):
-            tables = jax.device_put(self._empty_tables(covered, columns), self._row_sharding)
-            yield self._decode, (self._params, state, tables, self._stop_ids, asked)
+        for size, asked in itertools.product(shapes.decode(), rules):
+            yield self._decode, (self._params, state, *self._tables(size, empty=True), self._stop_ids, asked)
         for seen in itertools.product(shapes.pieces, shapes.seen):
             yield self._extend, (self._params, state, self._pieces(Pieces, nobody, *seen))
         for width in shapes.prompts:
             yield self._fill, (self._params, state, self._pieces(Prompts, nobody, width, blocks_for(width)))
         yield self._start, (state.progress, self._starts((), ()))
-        if self._copy is not None:
-            yield self._copy, (state.cache, *self._copies(()))
+        if self.attention.kernel is not None or len(shapes.own_arenas) > 1 or len(shapes.prompt_arenas) > 1:
+            yield self._copy, (state.cache, *self._copies([()]))
 
     @property
     def pending(self) -> int:
@@ -226,12 +227,14 @@ class Engine:
                 progress = self._start(self._state.progress, self._starts(started, schedule.halted))
                 self._state = Slots(self._state.cache, progress)
                 schedule.halted.clear()
-            if self._copy is not None and (copies := [*schedule.copies(started)]):
-                self._state = Slots(self._copy(self._state.cache, *self._copies(copies)), self._state.progress)
+            if self.attention.kernel is not None:
+                self._copy_blocks(schedule.copies(started))
             self._score_prompts(started)
             if any(running.started for running in schedule.running.values()):
-                rules = self._rules_in_use()
-                self._state = self._decode(self._params, self._state, self._tables(), self._stop_ids, rules)
+                size = self._shapes.fitting(ledger.need(*self._shapes.ends) for ledger in schedule.ledgers)
+                self._copy_blocks([ledger.compact(size) for ledger in schedule.ledgers])
+                rules, self._rows_in_use = self._rules_in_use(), self.shards * size.rows
+                self._state = self._decode(self._params, self._state, *self._tables(size), self._stop_ids, rules)
 
     def poll(self) -> list[tuple[Hashable, Completion]]:
         """Wait for the chunk in progress and return the completions that ended with it."""
@@ -240,6 +243,7 @@ class Engine:
             return []
         progress = self._state.progress
         remaining, counts = jax.device_get((progress.remaining, progress.count))
+        self._count(decoding, counts)
         ends: dict[int, tuple[int, str | None]] = {slot: (int(counts[slot]), None) for slot in decoding if remaining[slot] == 0}
         if any(running.request.params.stop for running in decoding.values()):
             drawn = jax.device_get(progress.out_tokens)
@@ -248,6 +252,15 @@ class Engine:
                     ends[slot] = stop
         self._schedule.halted |= {slot for slot in ends if remaining[slot]}
         return [(decoding[slot].request.ticket, done) for slot, done in self._harvest(ends).items()]
+
+    def _count(self, decoding: Mapping[int, Running], counts: np.ndarray) -> None:
+        """Note what the chunk in progress has drawn; it had as many steps as the rollout that drew most."""
+        drawn = [int(counts[slot]) - running.drawn for slot, running in decoding.items()]
+        for slot, running in decoding.items():
+            running.drawn = int(counts[slot])
+        self._schedule.counts.drawn += sum(drawn)
+        self._schedule.counts.rows += max(drawn) * self._rows_in_use
+        self._rows_in_use = 0  # who polls again sees the same chunk
 
     def _stop_string(self, running: Running, tokens: np.ndarray) -> tuple[int, str] | None:
         """Return how many of the tokens drawn so far stay and the stop string that they end with, if they do."""
@@ -319,7 +332,8 @@ class Engine:
             "cache/evicted": float(counts.evicted),
             "cache/occupancy_max": counts.occupancy,
         }
-        return values | ({"cache/reused_fraction": counts.reused / counts.later} if counts.later else {})
+        values |= {"cache/reused_fraction": counts.reused / counts.later} if counts.later else {}
+        return values | ({"sampler/occupancy": counts.drawn / counts.rows} if counts.rows else {})
 
     def _harvest(self, ends: Mapping[int, tuple[int, str | None]]) -> dict[int, Completion]:
         """Free slots and return what their rollouts have drawn: so many tokens, and the stop string that they end with."""
@@ -429,47 +443,50 @@ class Engine:
         fields |= {"draw_key": key, "temperature": temperature}
         return Starts(**jax.device_put(fields, self._row_sharding))
 
-    def _copies(self, copies: Iterable[tuple[int, int, int]]) -> tuple[jax.Array, jax.Array]:
-        """Build the arrays that say, per slot, which block is copied to which."""
-        pairs = np.full((2, self.slots), -1, np.int32)
-        for slot, source, target in copies:
-            pairs[:, slot] = source, target
-        source, target = jax.device_put((pairs[0], pairs[1]), self._row_sharding)
+    def _copy_blocks(self, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Copy blocks to others, given as pairs for each data shard."""
+        per_shard = self._schedule.per_shard
+        for first in range(0, max(map(len, copies)), per_shard):
+            part = self._copies([pairs[first : first + per_shard] for pairs in copies])
+            self._state = Slots(self._copy(self._state.cache, *part), self._state.progress)
+
+    def _copies(self, copies: Sequence[Sequence[tuple[int, int]]]) -> tuple[jax.Array, jax.Array]:
+        """Build the arrays that say which block is copied to which, at most one pair per slot of each data shard."""
+        both = np.full((2, self.shards, self._schedule.per_shard), -1, np.int32)
+        for shard, pairs in enumerate(copies):
+            for index, pair in enumerate(pairs):
+                both[:, shard, index] = pair
+        source, target = jax.device_put((both[0].ravel(), both[1].ravel()), self._row_sharding)
         return source, target
 
-    def _tables(self) -> Tables | PageTable:
-        """Return who reads which block, covering the arenas in use and as many blocks per slot as the longest rollout has."""
-        ledgers = self._schedule.ledgers
-        covered, widest = (
-            (max(prompt for prompt, _ in counts), max(own for _, own in counts))
-            for counts in ([ledger.covered() for ledger in ledgers], [ledger.widest() for ledger in ledgers])
-        )
-        tables = self._empty_tables(covered, self._shapes.columns(covered, widest))
-        for shard, ledger in enumerate(ledgers):
-            ledger.write(tables, shard)
-        return jax.device_put(tables, self._row_sharding)
-
-    def _empty_tables(self, covered: tuple[int, int], columns: tuple[int, int]) -> Tables | PageTable:
+    def _tables(self, size: Size, empty: bool = False) -> tuple[Tables | PageTable, jax.Array | None]:
+        """Return who reads which block, and the slots of its rows if those are not all of them; see `decode_chunk`."""
+        ledgers, rows = self._schedule.ledgers, size.rows * self.shards
         if self.attention.kernel is not None:
             pages = self._state.cache[0]
             assert not isinstance(pages, LayerCache), "a kernel reads pages"
-            return empty_page_table(self.slots, self.attention.kernel.columns(self._shapes.longest, pages))
-        blocks = [self.shards * count for count in covered]
-        return empty_tables(self.slots, blocks[0], self._schedule.ledgers[0].readers, blocks[1], columns)
+            tables = empty_page_table(rows, self.attention.kernel.columns(self._shapes.longest, pages))
+        else:
+            tables = empty_tables(self.shards, size, ledgers[0].readers)
+        every, per_shard = range(size.rows), self._schedule.per_shard
+        chosen = None if size.rows == per_shard else np.full((self.shards, size.rows), per_shard, np.int32)
+        for shard, ledger in enumerate(() if empty else ledgers):
+            places = dict(zip(every, every, strict=True)) if chosen is None else ledger.rows()
+            ledger.write(tables, shard, places)
+            if chosen is not None:
+                chosen[shard, : len(places)] = [*places]
+        return jax.device_put((tables, None if chosen is None else chosen.ravel()), self._row_sharding)
 
 
 def _jitted(arch: Arch, mesh: Mesh, form: InBlocks | InPages, steps: int) -> tuple[Any, Any, Any, Any, Any]:
-    """Return the programs that write a prompt, a piece, the start of rollouts, copies of pages (if any are made) and tokens."""
+    """Return the programs that write a prompt, a piece, the start of rollouts, copies of blocks, and tokens."""
     # The slots are donated: a program that copied the cache instead of updating it would double the memory.
     both = layout, _ = slots_sharding(mesh, form), sharding(mesh, DATA_AXES)
-    copied = None
-    if isinstance(form, InPages):
-        copied = jax.jit(partial(form.copied, mesh), donate_argnums=0, out_shardings=layout.cache)
     return (
         jax.jit(partial(fill, arch, mesh, form), donate_argnums=1, out_shardings=both),
         jax.jit(partial(extend, arch, mesh, form), donate_argnums=1, out_shardings=both),
         jax.jit(start, donate_argnums=0, out_shardings=layout.progress),
-        copied,
+        jax.jit(partial(form.copied, mesh), donate_argnums=0, out_shardings=layout.cache),
         jax.jit(partial(decode_chunk, arch, mesh, form, steps), donate_argnums=1, out_shardings=layout),
     )
 

@@ -75,6 +75,13 @@ class InBlocks:
         store = jax.shard_map(store_prompts, mesh=mesh, in_specs=(_HEADS, _HEADS, _ROWS), out_specs=_HEADS)
         return LayerCache(store(layer.prompt, prompts, blocks), layer.own)
 
+    def copied(
+        self, mesh: Mesh, cache: tuple[LayerCache, ...], source: Int[Array, " n"], target: Int[Array, " n"]
+    ) -> tuple[LayerCache, ...]:
+        """Copy blocks to others of the same pool and data shard, in every layer; a target of -1 is none."""
+        copy = jax.shard_map(_copied, mesh=mesh, in_specs=(_HEADS, _ROWS, _ROWS), out_specs=_HEADS)
+        return copy(cache, source, target)
+
 
 @pytree
 class Tables:
@@ -304,7 +311,18 @@ def _attend_gathered(
 
 def _gathered(arenas: Sequence[Blocks], blocks: Int[Array, "a q"]) -> KeyValue:
     """Return the keys and values of each row's blocks, in their order; zeros for those that are none."""
-    first, (a, q), found = 0, blocks.shape, None
+    (a, q), found = blocks.shape, _taken(arenas, blocks)
+    k, c, t = found.key.shape[2:]
+    return KeyValue(
+        found.key.transpose(0, 2, 1, 4, 3).reshape(a, k, q * t, c),
+        found.value.transpose(0, 2, 1, 3, 4).reshape(a, k, q * t, c),
+        jax.tree.map(lambda scale: scale.transpose(0, 2, 1, 3).reshape(a, k, q * t), found.scales),
+    )
+
+
+def _taken(arenas: Sequence[Blocks], blocks: Int[Array, "*n"]) -> Blocks:
+    """Return copies of these blocks; zeros for those that are none."""
+    first, found = 0, None
     for arena in arenas:
         at = _within(blocks, first, len(arena.key))
         part = jax.tree.map(lambda x, at=at: x.at[at].get(mode="fill", fill_value=0), arena)
@@ -312,12 +330,19 @@ def _gathered(arenas: Sequence[Blocks], blocks: Int[Array, "a q"]) -> KeyValue:
         found = part if found is None else jax.tree.map(jnp.add, found, part)
         first += len(arena.key)
     assert found is not None, "there is an arena"
-    k, c, t = found.key.shape[2:]
-    return KeyValue(
-        found.key.transpose(0, 2, 1, 4, 3).reshape(a, k, q * t, c),
-        found.value.transpose(0, 2, 1, 3, 4).reshape(a, k, q * t, c),
-        jax.tree.map(lambda scale: scale.transpose(0, 2, 1, 3).reshape(a, k, q * t), found.scales),
-    )
+    return found
+
+
+def _copied(cache: tuple[LayerCache, ...], source: Int[Array, " n"], target: Int[Array, " n"]) -> tuple[LayerCache, ...]:
+    """Copy blocks of one data shard, those of the own pool counted on after the prompt pool's."""
+
+    def copy(layer: LayerCache) -> LayerCache:
+        # Else XLA may read a block after it was written to, for which it would copy all of the cache.
+        found = KeyValue(*jax.lax.optimization_barrier(_taken((*layer.prompt, *layer.own), source)))
+        first_own = sum(len(arena.key) for arena in layer.prompt)
+        return LayerCache(_store(layer.prompt, target, found), _store(layer.own, target - first_own, found))
+
+    return tuple(map(copy, cache))
 
 
 def _apart(part: Part) -> Part:

@@ -61,6 +61,8 @@ class Running:
     """Tokens of its prompt that were in its parked cache."""
     started: bool = False
     """Whether it is being decoded; if not, some of its prompt is still to be computed."""
+    drawn: int = 0
+    """Tokens that it has drawn, as far as the host has looked."""
     pure: bool = True
     """Whether all of its cache was computed with the weights in use."""
     record: list[Any] = field(default_factory=list)
@@ -118,6 +120,10 @@ class Counts:
     """Prompt tokens of later turns."""
     occupancy: float = 0.0
     """Largest share of all blocks in use at once."""
+    drawn: int = 0
+    """Tokens drawn in decode steps."""
+    rows: int = 0
+    """Rows of those steps, each of which may draw one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,16 +244,18 @@ class Schedule:
                 started.add(slot)
         return started
 
-    def copies(self, started: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-        """Yield (slot, block, other block) for slots that started and read a copy of their prompt's last block, to be made now.
+    def copies(self, started: Iterable[int]) -> list[list[tuple[int, int]]]:
+        """Return, per data shard, (block, other block) for slots that started and read a copy of their prompt's last block.
 
-        Own blocks are counted on after the prompt pool's. What is continued on its cache has the copy.
+        It is to be made now. Own blocks are counted on after the prompt pool's. What is continued on its cache has the copy.
         """
+        pairs: list[list[tuple[int, int]]] = [[] for _ in self.ledgers]
         for slot in started:
             running, (shard, local) = self.running[slot], divmod(slot, self.per_shard)
             ledger = self.ledgers[shard]
             if not running.reused and running.origin < running.before:
-                yield slot, ledger.prompt_of(local).blocks[-1], ledger.prompts.size + ledger.blocks_of(local)[0]
+                pairs[shard].append((ledger.prompt_of(local).blocks[-1], ledger.prompts.size + ledger.blocks_of(local)[0]))
+        return pairs
 
     def finish(self, slot: int, drawn: Sequence[int], experts: Any = None) -> None:
         """Free a slot whose rollout has drawn these tokens; park its cache, and their experts, if the request says so."""

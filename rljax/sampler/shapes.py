@@ -4,10 +4,10 @@ Owns how sizes are rounded up and how the cache is split into pools and arenas. 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rljax.sampler.blocks import blocks_for
+from rljax.sampler.blocks import Size, blocks_for
 from rljax.sampler.cache import BLOCK, arena_sizes
 
 _PROMPT_LENGTH = 48  # tokens that a prefill has room for, times a power of two
@@ -15,6 +15,8 @@ _PIECE_LENGTH = 16  # tokens that a continued prefill has room for, times a powe
 _SEEN_BLOCKS = 8  # blocks that a row of it reads, times a power of four
 _COLUMNS = 4  # blocks of each pool per slot that tables have room for, times a power of four
 _FIRST_OWN_BLOCKS = 2  # per slot, in the first arena
+_FEW_ROWS = 3 / 8  # of the slots, when the others have nothing to do
+_LEAST_SLOTS = 16  # for which that is worth programs of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +24,12 @@ class Shapes:
     """Sizes of the sampler's arrays on one data shard, each in ascending order.
 
     Example:
-        Shapes(slots=64, prompts=(32,), pieces=(16, 32), seen=(5,), prompt_arenas=(16, 112), own_arenas=(128, 256),
+        Shapes(rows=(24, 64), prompts=(32,), pieces=(16, 32), seen=(5,), prompt_arenas=(16, 112), own_arenas=(128, 256),
                columns_of_tables=((2, 4), (2, 6)), longest=7)
     """
 
-    slots: int
-    """Rollouts that are decoded together."""
+    rows: tuple[int, ...]
+    """Rollouts that are decoded together; the last is all slots."""
     prompts: tuple[int, ...]
     """Padded lengths of prompts that are computed whole (tokens)."""
     pieces: tuple[int, ...]
@@ -43,23 +45,38 @@ class Shapes:
     longest: int
     """Blocks of the longest rollout as one sequence."""
 
-    def columns(self, covered: tuple[int, int], widest: tuple[int, int]) -> tuple[int, int]:
-        """Return the room of the tables when they cover so many blocks of each pool and a slot has at most so many."""
-        # Where later arenas are in use, a slot has more than a share of the arenas before; fewer columns are not compiled.
-        before = covered[1] - next(size for size, end in _ends(self.own_arenas) if end == covered[1])
-        own = max(widest[1], before // self.slots + 1)
-        return next(room for room in self.columns_of_tables if room[0] >= widest[0] and room[1] >= own)
-
     def largest(self) -> "Shapes":
         """Return the shapes with a single one for decode steps, in which every rollout fits."""
         arenas = {"prompt_arenas": (sum(self.prompt_arenas),), "own_arenas": (sum(self.own_arenas),)}
-        return replace(self, **arenas, columns_of_tables=self.columns_of_tables[-1:])
+        return replace(self, rows=self.rows[-1:], **arenas, columns_of_tables=self.columns_of_tables[-1:])
 
-    def decode(self) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """Yield all (blocks that the tables cover, columns) that a decode step may have."""
-        for (_, prompts), (_, own) in itertools.product(_ends(self.prompt_arenas), _ends(self.own_arenas)):
-            for columns in dict.fromkeys(self.columns((prompts, own), room) for room in self.columns_of_tables):
-                yield (prompts, own), columns
+    @property
+    def ends(self) -> tuple[list[int], list[int]]:
+        """How many blocks the first arena of each pool has, the first two, and so on."""
+        return list(itertools.accumulate(self.prompt_arenas)), list(itertools.accumulate(self.own_arenas))
+
+    def decode(self) -> list[Size]:
+        """Return all sizes that a decode step may have, on one data shard, in the order in which they are preferred.
+
+        Not every combination: many prompts come with a cache that is not small, few rows have few prompts, and the columns
+        are for rollouts of at most twice the mean length, or for any.
+        """
+        (prompts, own), widest, sizes = self.ends, self.columns_of_tables[-1], []
+        for rows in self.rows[:-1]:
+            most_prompts, most_own = _enough(prompts, rows * widest[0]), _enough(own, rows * widest[1])
+            sizes += [Size(rows, most_prompts, end, widest) for end in own if end <= most_own]
+        slots = self.rows[-1]
+        for end in own:
+            usual = next(room for room in self.columns_of_tables if room[1] >= min(2 * end // slots, widest[1]))
+            sizes += [Size(slots, prompts[0], end, usual), Size(slots, prompts[0], end, widest)]
+            if end > own[0] or len(own) == 1:
+                sizes.append(Size(slots, prompts[-1], end, widest))
+        return list(dict.fromkeys(sizes))
+
+    def fitting(self, needs: Iterable[Size]) -> Size:
+        """Return the first size that has room for what every data shard needs."""
+        needs = list(needs)
+        return next(size for size in self.decode() if all(map(size.holds, needs)))
 
 
 def shapes_of(
@@ -104,16 +121,19 @@ def shapes_of(
     # In the usual case every prompt is shared, and completions are short: the first arenas are made for that.
     # A one-token prompt needs no block, and an array needs a row.
     shared = max(1, min(prompts, rows * prompt))
+    first_own = slots * min(completion, _FIRST_OWN_BLOCKS)
+    # Products of fewer rows may round otherwise; with short completions, whose tail is short, every step has one shape.
+    few = int(_FEW_ROWS * slots) if slots >= _LEAST_SLOTS and own > first_own else 0
     piece = min(prefill_chunk, max_prompt_length)
     pieces = ladder(_PIECE_LENGTH, 4, piece) if continued or max_prompt_length - 1 > piece else ()
     return Shapes(
-        slots=slots,
+        rows=(few, slots) if few else (slots,),
         prompts=prompt_lengths(piece),
         pieces=pieces,
         # The prompt's last block and the last own one are not full.
         seen=ladder(_SEEN_BLOCKS, 4, prompt + 1),
-        prompt_arenas=(shared, prompts - shared) if prompts > shared else (shared,),
-        own_arenas=arena_sizes(own, slots * min(completion, _FIRST_OWN_BLOCKS)),
+        prompt_arenas=_split(prompts, (shared, few * prompt)),
+        own_arenas=arena_sizes(own, first_own),
         columns_of_tables=_together(ladder(_COLUMNS, 4, prompt), ladder(_COLUMNS, 4, longest_own)),
         longest=blocks_for(stored + max_completion_length),
     )
@@ -142,6 +162,20 @@ def ladder(first: int, growth: int, last: int) -> tuple[int, ...]:
     return (*sizes, last)
 
 
+def _enough(ends: Sequence[int], blocks: int) -> int:
+    """Return the first of the ends that is at least so many blocks, or the last."""
+    return next((end for end in ends if end >= blocks), ends[-1])
+
+
+def _split(whole: int, ends: Sequence[int]) -> tuple[int, ...]:
+    """Split so many blocks at these numbers of them, as far as they grow."""
+    kept = [0]
+    for end in (*ends, whole):
+        if kept[-1] < end <= max(whole, 1):
+            kept.append(end)
+    return tuple(after - before for before, after in itertools.pairwise(kept))
+
+
 def _together(first: Sequence[int], second: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Let two ladders grow together: the product of both would be many shapes for little."""
     steps = max(len(first), len(second))
@@ -151,8 +185,3 @@ def _together(first: Sequence[int], second: Sequence[int]) -> tuple[tuple[int, i
 def least(sizes: Sequence[int], size: int) -> int:
     """Return the first of the sizes that is at least `size`."""
     return next(found for found in sizes if found >= size)
-
-
-def _ends(arenas: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the size of each arena and where it ends."""
-    return list(zip(arenas, itertools.accumulate(arenas), strict=True))

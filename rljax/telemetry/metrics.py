@@ -169,6 +169,7 @@ _ALL = (
     Metric("cache/preempted", "rollouts", "sum", "Rollouts that the sampler sent back for want of room, to start again."),
     Metric("cache/evicted", "rollouts", "sum", "Caches of rollouts whose environments work that were given up for room."),
     Metric("cache/occupancy_max", "1", "max", "Largest share of the cache's blocks in use at once."),
+    Metric("sampler/occupancy", "1", "mean", "Share of the rows of decode steps that drew a token."),
     Metric("throughput/generated_tokens_per_s", "tokens/s", "last", "Sampled tokens per second of sampling."),
     Metric("throughput/trained_tokens_per_s", "tokens/s", "last", "Trained tokens per second of the whole step."),
     Metric("time/step", "s", "last", "Wall time since the previous step was logged; the sum of the times below."),

@@ -36,7 +36,8 @@ def test_the_layout_names_every_field() -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "first", "sizes"), [(1, 1, (1,)), (8, 8, (8,)), (8, 20, (8,)), (9, 8, (8, 1)), (100, 10, (10, 40, 50))]
+    ("blocks", "first", "sizes"),
+    [(1, 1, (1,)), (8, 8, (8,)), (8, 20, (8,)), (9, 8, (8, 1)), (100, 10, (10, 20, 60, 10)), (80, 10, (10, 10, 20, 40))],
 )
 def test_later_arenas_are_larger_and_all_blocks_are_in_one(blocks: int, first: int, sizes: tuple[int, ...]) -> None:
     assert arena_sizes(blocks, first) == sizes

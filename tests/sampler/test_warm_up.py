@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rljax.records import SamplingParams
+from rljax.sampler.blocks import Size
 from rljax.sampler.shapes import ladder, least, shapes_of
 from tests.compilations import compilations
 from tests.tiny_model import ARCH, engine_of, request
@@ -50,7 +51,7 @@ def test_requests_with_rules_are_warmed_up_too() -> None:
     plain, asked = SamplingParams(8), (SamplingParams(8, top_k=5, top_p=0.9), SamplingParams(8, stop_token_ids=(3, 4, 5)))
     without = engine_of(**options).warm_up((plain,))
     engine = engine_of(**options)
-    shapes = len(list(engine._shapes.decode()))
+    shapes = len(engine._shapes.decode())
     assert engine.warm_up((plain, *asked)) == without + shapes
     with compilations() as found:
         for index, sampling in enumerate(({}, {"top_k": 5}, {"stop_token_ids": (3, 4, 5)}, {"min_p": 0.1}, {})):
@@ -65,21 +66,21 @@ def test_requests_with_rules_are_warmed_up_too() -> None:
 @pytest.mark.parametrize(
     ("slots", "prompt", "completion", "continued", "programs"),
     [
-        (64, 128, 128, True, (3, 2, 4)),
+        (64, 128, 128, True, (3, 2, 7)),
         (64, 128, 128, False, (3, 0, 4)),
-        (64, 2048, 2048, True, (4, 9, 18)),
+        (64, 2048, 2048, True, (4, 9, 13)),
         (1, 1, 1, True, (1, 1, 1)),
     ],
 )
 def test_the_set_is_small(slots: int, prompt: int, completion: int, continued: bool, programs: tuple[int, int, int]) -> None:
     shapes = shapes_of(slots, max(1, slots // 8), prompt, completion, 256, None, continued)
-    assert (len(shapes.prompts), len(shapes.pieces) * len(shapes.seen), len(list(shapes.decode()))) == programs
+    assert (len(shapes.prompts), len(shapes.pieces) * len(shapes.seen), len(shapes.decode())) == programs
 
 
 def test_one_shape_serves_every_step_of_a_batch_invariant_engine() -> None:
     usual = shapes_of(8, 2, 100, 300, 256, None, continued=True)
-    assert len(list(usual.decode())) > 3
-    assert list(usual.largest().decode()) == [((sum(usual.prompt_arenas), sum(usual.own_arenas)), (4, 13))]
+    assert len(usual.decode()) > 3
+    assert usual.largest().decode() == [Size(8, sum(usual.prompt_arenas), sum(usual.own_arenas), (4, 13))]
 
 
 def test_every_size_has_a_shape() -> None:
@@ -87,9 +88,23 @@ def test_every_size_has_a_shape() -> None:
     assert ladder(16, 2, 100) == (16, 32, 64, 100)
     assert (ladder(16, 4, 100), ladder(16, 4, 200)) == ((16, 100), (16, 64, 200))
     assert [least(shapes.prompts, size) for size in (1, 24, 25, 49, 99)] == [48, 48, 48, 96, 100]
-    reached = {(covered, shapes.columns(covered, widest)) for covered, _ in shapes.decode() for widest in ((0, 1), (4, 6))}
-    assert reached <= set(shapes.decode())
+    sizes = shapes.decode()
+    assert len(set(sizes)) == len(sizes)
+    assert shapes.fitting([Size(1, 0, 1, (0, 1))]) == sizes[0]
+    assert all(shapes.fitting([size]).holds(size) for size in sizes)
+    assert shapes.fitting([Size(8, 1, 1, (0, 1)), Size(1, 32, 1, (4, 1)), Size(1, 1, 48, (1, 6))]) == Size(8, 32, 48, (4, 6))
     assert sum(shapes.own_arenas) == 8 * 6  # of a rollout of 170 tokens with a first prompt of one
+
+
+def test_few_rollouts_with_long_completions_have_shapes_of_their_own() -> None:
+    shapes = shapes_of(64, 8, 46, 512, 256, None, continued=False)
+    assert (shapes.rows, shapes.ends) == ((24, 64), ([16, 48, 128], [128, 256, 512, 1024]))
+    few = [size for size in shapes.decode() if size.rows == 24]
+    assert few == [Size(24, 48, own, (2, 16)) for own in (128, 256, 512)]  # 24 rollouts have 384 blocks at most
+    assert shapes.fitting([Size(24, 48, 384, (2, 16))]) == few[-1]
+    assert shapes.fitting([Size(25, 16, 128, (2, 3))]) == Size(64, 16, 128, (2, 4))
+    assert shapes_of(64, 8, 46, 64, 256, None, continued=False).rows == (64,)
+    assert shapes_of(15, 8, 46, 512, 256, None, continued=False).rows == (15,)
 
 
 def test_a_small_cache_is_split_between_the_pools_and_never_exceeded() -> None:

@@ -76,8 +76,11 @@ def kernel_floor(engine: Engine, params: Params, requests: Sequence[Request], re
     for _ in range(max(1, requests[0].params.max_tokens // 16)):
         engine.step()
         engine.poll()
-    tables, state = engine._tables(), engine._state  # the shapes that a step really has
+    # The shapes that a step really has.
+    size = engine._shapes.fitting(ledger.need(*engine._shapes.ends) for ledger in engine._schedule.ledgers)
+    (tables, _), state = engine._tables(size), engine._state
     assert isinstance(tables, Tables), "without a kernel"
+    assert size.rows == rows, "all slots are busy"
     engine.clear()
     layers = [params["layers"][layer] for layer in arch.layers]
     floor = {}

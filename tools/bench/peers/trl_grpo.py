@@ -1,4 +1,6 @@
-"""TRL's GRPOTrainer on the work of grpo_step.py; prints the same JSON line.
+"""TRL's GRPOTrainer on the work of grpo_step.py; prints the same JSON line, with the mean reward of every step.
+
+With `--steps 25 --learning-rate 1e-5 --dtype autocast` it is the work of time_to_reward.py.
 
 In an environment of its own: pip install torch==2.13.0 transformers trl==1.16 datasets accelerate
 The model is a Hugging Face folder: rljax convert checkpoints/smollm2-135m-instruct models/smollm2-hf --to hf
@@ -8,6 +10,7 @@ import argparse
 import json
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from typing import Any
@@ -64,9 +67,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "autocast", "bfloat16"), default="float32")
     parser.add_argument("--micro-batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
+    parser.add_argument("--seed", type=int, default=0, help="of the questions, their order and the draws")
     args = parser.parse_args()
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
-    data = Dataset.from_list([{"prompt": prompt, "answer": answer} for prompt, answer in tasks(GROUPS * (args.steps + 1))])
+    data = Dataset.from_list(
+        [{"prompt": prompt, "answer": answer} for prompt, answer in tasks(GROUPS * (args.steps + 1), args.seed)]
+    )
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
@@ -77,7 +84,8 @@ def main() -> None:
         max_completion_length=MAX_TOKENS,
         temperature=1.0,
         beta=0.0,
-        learning_rate=1e-6,
+        learning_rate=args.learning_rate,
+        seed=args.seed,
         lr_scheduler_type="constant",
         max_steps=args.steps,
         save_strategy="no",
@@ -87,8 +95,13 @@ def main() -> None:
         optim="adamw_torch",
     )
 
+    rewards: list[float] = []
+
     def reward(completions: Any, answer: Any, **_: Any) -> list[float]:
-        return [last_number(said[0]["content"], right) for said, right in zip(completions, answer, strict=True)]
+        found = [last_number(said[0]["content"], right) for said, right in zip(completions, answer, strict=True)]
+        rewards.append(statistics.mean(found))
+        print(f"  step {len(rewards)}: reward {rewards[-1]:.3f}", file=sys.stderr, flush=True)
+        return found
 
     watch = Stopwatch()
     trainer = TimedTrainer(
@@ -113,6 +126,8 @@ def main() -> None:
                 "generated_tokens": statistics.median(tokens),
                 "generated_tokens_per_s": round(statistics.median(n / s for n, s in zip(tokens, sampling, strict=True)), 1),
                 "first_step_s": round(watch.steps[0], 1),
+                "rewards": [round(mean, 3) for mean in rewards],
+                "training_s": round(sum(watch.steps), 1),
                 "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
             }
         )
