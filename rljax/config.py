@@ -248,6 +248,11 @@ class TrainConfig(Section):
         "512 tokens.",
         ge=2,
     )
+    skip_zero_advantages: bool = option(
+        True,
+        "Leave rollouts whose advantages are all 0 out of forward and backward passes, where they change no gradient: without "
+        "beta, entropy_coef, rollout_rs, a critic and losses of routers.",
+    )
 
 
 class CheckpointConfig(Section):

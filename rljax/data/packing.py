@@ -83,6 +83,8 @@ class Batch:
     """Rollouts packed."""
     padding_fraction: float
     """Share of the positions of the first `num_micro` micro-batches that hold no token; 0 when there are none."""
+    skipped_fraction: float
+    """Share of the optimizer step's loss tokens that were not packed because no gradient comes from them."""
 
 
 def pack_shape(
@@ -204,6 +206,7 @@ def pack(
         num_micro=num_micro,
         num_rollouts=len(chosen),
         padding_fraction=1.0 - held / positions if positions else 0.0,
+        skipped_fraction=0.0,
     )
 
 

@@ -3,7 +3,7 @@
 Owns the order of these steps, the split into mini-batches, and what changes in a batch once it has been scored. Refuses
 to own the formulas (algorithms) and the row layout (data/packing.py).
 
-    prepare: rewards -> advantages -> weights -> pack
+    prepare: rewards -> advantages -> weights -> pack what has a gradient
     revise:  log-probabilities -> costs and rejection; the critic's values -> returns
              -> advantages, mask and weights again; the packing stays
 """
@@ -59,19 +59,36 @@ def prepare(groups: Sequence[Group], config: Config, shape: PackShape) -> Prepar
     """Compute advantages over the whole batch of groups and pack each mini-batch of them.
 
     Denominators of the loss are counted over the mini-batch, which is one optimizer step. Rollouts without a score are
-    in no statistics, no denominator and no row.
+    in no statistics, no denominator and no row. Rollouts that teach nothing, because every advantage of theirs is 0, are in
+    the denominators; they have no row where that changes no gradient (`only_advantages_teach`).
     """
     mask_truncated = config.algorithm.mask_truncated_completions
     rollouts, owners = _members(groups)
     scored = np.array([rollout.score.value is not None for rollout in rollouts], bool)
     lengths = loss_lengths(rollouts, scored, mask_truncated=mask_truncated)
     advantages = _advantages(groups, config, lengths, None, None)
+    counted = np.where(advantages.used, lengths, 0)
+    skips = config.train.skip_zero_advantages and only_advantages_teach(config)
+    teaches = _sums_by(advantages.tokens != 0, counted) > 0 if skips else advantages.used
     batches = []
     for part in _portions(owners, config):
-        members, used = [rollouts[index] for index in part], advantages.used[part]
-        weights = _weights(np.where(used, lengths[part], 0), config)
-        batches.append(pack(members, advantages.values[part], weights, used, shape, mask_truncated=mask_truncated))
-    return Prepared(_with_advantages(batches, advantages.tokens), advantages, 0.0, ())
+        members, weights = [rollouts[index] for index in part], _weights(counted[part], config)
+        batch = pack(members, advantages.values[part], weights, teaches[part], shape, mask_truncated=mask_truncated)
+        skipped = int(counted[part].sum()) - int(batch.mask.sum())
+        batches.append(replace(batch, skipped_fraction=skipped / max(int(counted[part].sum()), 1)))
+    packed = advantages.tokens[np.repeat(teaches, counted)]
+    return Prepared(_with_advantages(batches, packed), advantages, 0.0, ())
+
+
+def only_advantages_teach(config: Config) -> bool:
+    """Say whether a rollout whose advantages are all 0 has no part in any gradient, and nothing that is scored is needed of it.
+
+    Every row of `SURROGATES` is a multiple of the advantage. A divergence, an entropy bonus and the losses of routers are not;
+    a critic learns from every rollout; and what is scored may change advantages and denominators (`revise`).
+    """
+    algorithm = config.algorithm
+    others = (algorithm.beta, algorithm.entropy_coef, algorithm.router_z_loss_coef, algorithm.router_balance_loss_coef)
+    return not any(others) and algorithm.advantage != "gae" and not needs_logprobs(config)
 
 
 def needs_logprobs(config: Config) -> bool:
@@ -129,8 +146,7 @@ def revise(
         assert logp_prox is not None, "a distance from the sampler needs the learner's log-probabilities"
         gaps = by_rollout([prox - batch.logp_behavior for prox, batch in zip(logp_prox, batches, strict=True)])
         kept = kept_tokens(np.concatenate(gaps), lengths, algorithm)
-        token_owners = np.repeat(np.arange(len(rollouts)), lengths)
-        remaining = np.bincount(token_owners, kept, minlength=len(rollouts)).astype(np.int64)
+        remaining = _sums_by(kept, lengths).astype(np.int64)
         kept_of = np.split(kept, np.cumsum([len(slots) for slots in order])[:-1])
         batches = tuple(
             _without(batch, slots, keep, _weights(remaining[part], config), lengths[part])
@@ -228,6 +244,11 @@ def _weights(lengths: np.ndarray, config: Config) -> np.ndarray:
         rollouts=int((lengths > 0).sum()),
         max_completion_length=config.sampler.max_completion_length,
     )
+
+
+def _sums_by(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the sum over each rollout's tokens, given those of one rollout after the other."""
+    return np.bincount(np.repeat(np.arange(len(lengths)), lengths), tokens, minlength=len(lengths))
 
 
 def _slots_by_rollout(batch: Batch) -> np.ndarray:

@@ -51,21 +51,28 @@ def rollout_metrics(groups: Sequence[Group], config: Config) -> dict[str, float]
 
 
 def update_metrics(batch: Batch, sums: Mapping[str, Any], logp_prox: np.ndarray) -> dict[str, float]:
-    """Return the metrics of one optimizer step.
+    """Return the metrics of one optimizer step; those of tokens are left out where no token has a row.
 
     Args:
         batch: What it was made on.
         sums: The loss's sums and maxima over the step, as `StepOutput.metrics` holds them, on the host.
         logp_prox: Log-probabilities of the scored tokens in the learner before the step, [m, r, j], nats.
     """
-    tokens = max(float(sums["tokens"]), 1.0)
+    tokens = float(sums["tokens"])
+    whole = {
+        "loss/total": float(sums["loss"]),
+        "loss/policy": float(sums["policy_loss"]),
+        "pack/padding_fraction": batch.padding_fraction,
+        "pack/skipped_fraction": batch.skipped_fraction,
+        "tokens/trained": tokens,
+    }
+    if not tokens:
+        return whole
 
     def mean(name: str) -> float:
         return float(sums[name]) / tokens
 
-    return {
-        "loss/total": float(sums["loss"]),
-        "loss/policy": float(sums["policy_loss"]),
+    return whole | {
         "loss/kl": mean("kl_ref"),
         "policy/entropy": mean("entropy"),
         "policy/clip_fraction": mean("clipped_low") + mean("clipped_high") + mean("clipped_dual"),
@@ -80,8 +87,6 @@ def update_metrics(batch: Batch, sums: Mapping[str, Any], logp_prox: np.ndarray)
         "gap/outside_fraction": mean("gap_outside"),
         "gap/is_truncated_fraction": mean("is_truncated"),
         "gap/effective_sample_fraction": float(sums["is_weight"]) ** 2 / max(tokens * float(sums["is_weight_square"]), 1e-30),
-        "pack/padding_fraction": batch.padding_fraction,
-        "tokens/trained": float(sums["tokens"]),
     }
 
 

@@ -69,7 +69,10 @@ class Shapes:
         for end in own:
             usual = next(room for room in self.columns_of_tables if room[1] >= min(2 * end // slots, widest[1]))
             sizes += [Size(slots, prompts[0], end, usual), Size(slots, prompts[0], end, widest)]
-            if end > own[0] or len(own) == 1:
+            # Beside a small cache many prompts do not occur, and beside all of it their number matters less.
+            if own[0] < end < own[-1]:
+                sizes += [Size(slots, count, end, widest) for count in prompts[1:]]
+            elif end == own[-1]:
                 sizes.append(Size(slots, prompts[-1], end, widest))
         return list(dict.fromkeys(sizes))
 

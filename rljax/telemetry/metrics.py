@@ -158,8 +158,11 @@ _ALL = (
     Metric("critic/return_mean", "reward", "mean", "Return of the trained tokens, which the values should be."),
     Metric("critic/grad_norm", "1", "last", "Global gradient norm of the critic before clipping."),
     Metric("pack/padding_fraction", "1", "mean", "Share of the positions in packed rows that hold no token."),
+    Metric(
+        "pack/skipped_fraction", "1", "mean", "Share of the loss tokens without a row: all advantages of their rollout are 0."
+    ),
     Metric("tokens/generated", "tokens", "sum", "Tokens sampled for this step."),
-    Metric("tokens/trained", "tokens", "sum", "Tokens that entered the loss of this step."),
+    Metric("tokens/trained", "tokens", "sum", "Tokens whose loss was computed in this step."),
     Metric(
         "cache/reused_fraction",
         "1",

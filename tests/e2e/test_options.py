@@ -206,6 +206,7 @@ UNCHANGED = (
     "train.micro_batch_size_per_device=1",
     "train.pack_length=120",
     "train.micro_batch_tokens=160",
+    "train.skip_zero_advantages=false",
     "eval.every=1",
     "telemetry.tensorboard=true",
     "telemetry.rollouts=false",

@@ -14,7 +14,7 @@ from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.learner.step import DeviceBatch, Learner, StepOutput, logit_positions
 from rljax.pytree import Params, leaf_names
-from rljax.records import Group
+from rljax.records import Group, Score
 from rljax.rollouts.batching import batch_shape, prepare
 from tests.compilations import compilations
 from tests.reference import decoder, grpo
@@ -63,6 +63,47 @@ def test_a_step_is_the_one_written_out_by_hand(mode: str) -> None:
     assert_equal(state.params, after, GRADIENT_ATOL)
     norm = math.sqrt(sum(float(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(grads)))
     assert float(output.grad_norm) == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo", "reinforce"])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_rollouts_without_an_advantage_are_counted_but_not_computed(surrogate: str, mode: str) -> None:
+    learner, groups = learner_of(algorithm={"surrogate": surrogate}), equal_rewards(some_groups())
+    config = config_of(algorithm={"surrogate": surrogate, "loss_agg_mode": mode})
+    found = {}
+    for skip in (True, False):
+        settings = config.model_copy(update={"train": config.train.model_copy(update={"skip_zero_advantages": skip})})
+        batch = prepare(groups, settings, batch_shape(settings, 1)).batches[0]
+        state, output = learner.step(first_state(learner), learner.put(batch))
+        found[skip] = batch, output, gradient(state)
+    (few, output, ours), (every, whole, theirs) = found[True], found[False]
+    left_out = groups[0].rollouts
+    assert every.mask.sum() - few.mask.sum() == sum(rollout.completion_length for rollout in left_out)
+    assert few.skipped_fraction == pytest.approx(1 - few.mask.sum() / every.mask.sum())
+    assert (every.skipped_fraction, every.num_rollouts - few.num_rollouts) == (0, len(left_out))
+    assert float(output.metrics["loss"]) == pytest.approx(float(whole.metrics["loss"]), abs=GRADIENT_ATOL)
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(ours)) > 0.01
+    assert_equal(ours, theirs, GRADIENT_ATOL)
+    if surrogate == "clip":
+        value, grads, _ = reference_step(groups, config)
+        assert float(output.metrics["loss"]) == pytest.approx(value, abs=GRADIENT_ATOL)
+        assert_equal(ours, grads, GRADIENT_ATOL)
+
+
+def test_a_step_in_which_nothing_is_left_has_no_gradient_and_moves_nothing() -> None:
+    learner, groups = learner_of(), [group for one in some_groups() for group in equal_rewards([one])]
+    batch = batch_of(learner, groups)
+    assert (batch.num_micro, batch.skipped_fraction, batch.padding_fraction) == (0, 1.0, 0.0)
+    state, output = learner.step(first_state(learner), learner.put(batch))
+    assert (float(output.metrics["tokens"]), float(output.grad_norm)) == (0, 0)
+    assert_equal(state.params, jax.tree.map(jnp.array, host_params()), 0)
+    assert int(state.optimizer.updates) == 1
+
+
+def equal_rewards(groups: list[Group]) -> list[Group]:
+    """Return the groups, the first with the same reward for all of its rollouts."""
+    same = tuple(dataclasses.replace(rollout, score=Score("score", 0.3)) for rollout in groups[0].rollouts)
+    return [dataclasses.replace(groups[0], rollouts=same), *groups[1:]]
 
 
 def slots_of(batch: Batch, rows: np.ndarray, groups: list[Group]) -> np.ndarray:

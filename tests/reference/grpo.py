@@ -41,7 +41,8 @@ def rows_of(groups: Sequence[Group]) -> Rows:
     advantage = []
     for group in groups:
         rewards = np.array([rollout.score.value for rollout in group.rollouts])
-        advantage += list((rewards - rewards.mean()) / rewards.std(ddof=1))
+        spread = rewards.std(ddof=1)
+        advantage += list((rewards - rewards.mean()) / spread if spread else np.zeros(len(rewards)))
     return Rows(tokens, np.array(advantage, np.float32), by_model[:, 1:], behavior[:, 1:])
 
 

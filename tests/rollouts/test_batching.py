@@ -10,7 +10,15 @@ from rljax.config import Config
 from rljax.data.packing import Batch
 from rljax.recipe import load
 from rljax.records import FinishReason, Group, Provenance, Rollout, Score, Task
-from rljax.rollouts.batching import Prepared, batch_shape, informative_groups, needs_logprobs, prepare, revise
+from rljax.rollouts.batching import (
+    Prepared,
+    batch_shape,
+    informative_groups,
+    needs_logprobs,
+    only_advantages_teach,
+    prepare,
+    revise,
+)
 from tests.reference import critic
 
 PROMPT = 3  # tokens
@@ -130,7 +138,7 @@ def test_a_group_with_one_score_is_left_out_whole() -> None:
 
 def test_a_group_without_a_signal_is_kept_whole_with_advantage_zero() -> None:
     """Its tokens count in the denominator and in the KL divergence, as the formula says."""
-    prepared = made([group("one", [1.0, 1.0, 1.0, 1.0]), ONE])
+    prepared = made([group("one", [1.0, 1.0, 1.0, 1.0]), ONE], "train.skip_zero_advantages=false")
     (batch,) = prepared.batches
     assert [found.zero_variance for found in prepared.advantages.groups] == [True, False]
     assert batch.num_rollouts == 8
@@ -324,3 +332,36 @@ def test_turns_may_differ_where_the_sums_do_not() -> None:
 def test_a_reward_for_each_turn_or_none() -> None:
     with pytest.raises(ValueError, match="turn_rewards has 1 entries for 2 turns"):
         conversation(0, (1.0,))
+
+
+SOLVED = group("solved", [1.0, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "algorithm.beta=0.1",
+        "algorithm.entropy_coef=0.01",
+        "algorithm.rollout_rs=token",
+        "algorithm.advantage=gae",
+        "algorithm.router_z_loss_coef=0.1",
+        "algorithm.router_balance_loss_coef=0.1",
+        "train.skip_zero_advantages=false",
+    ],
+)
+def test_rollouts_that_something_else_is_learned_from_are_packed(option: str) -> None:
+    batch = made([ONE, SOLVED], option).batches[0]
+    assert (batch.num_rollouts, batch.skipped_fraction) == (8, 0)
+    assert only_advantages_teach(settings(option)) == option.startswith("train.")
+
+
+def test_rollouts_that_teach_nothing_have_no_row_but_stay_in_the_denominators() -> None:
+    assert only_advantages_teach(settings())
+    batch = made([ONE, SOLVED]).batches[0]
+    assert (batch.num_rollouts, batch.skipped_fraction) == (4, 0.5)
+    assert of(batch, "weight", 3) == pytest.approx([1 / 28] * 5)  # twice 2 + 3 + 4 + 5 tokens
+    assert not (batch.rollout >= 4).any()
+    first, second = made([ONE, SOLVED], "train.mini_batch_size=1").batches
+    assert (first.num_rollouts, second.num_rollouts, second.num_micro, second.skipped_fraction) == (4, 0, 0, 1.0)
+    # With a mean over the batch a solved group teaches something.
+    assert made([ONE, SOLVED], "algorithm.advantage=reinforce_pp").batches[0].num_rollouts == 8

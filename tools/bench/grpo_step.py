@@ -27,6 +27,7 @@ WORK = (
     "algorithm.num_generations=8",
     "train.rollout_batch_size=8",
     "optimizer.learning_rate=1e-9",  # the policy stays the one that every system starts from, and so do its lengths
+    "train.skip_zero_advantages=false",  # the peers compute every rollout
     "telemetry.live=plain",
     "telemetry.rollouts=false",
 )

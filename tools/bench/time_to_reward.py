@@ -1,6 +1,6 @@
 """Time how long training takes to reach a mean reward, on the two-digit sums of grpo_step.py.
 
-Runs `rljax train` as a user would, once per seed, and stops it when the mean reward of the last five steps reaches the goal.
+Runs `rljax train` as a user would, once per seed, and stops it when the mean reward of the last five batches reaches the goal.
 Prints one JSON line per seed: the steps that took, the seconds of those steps, and the seconds from process start, loading and
 compiling among them; null where the goal was not reached.
 """
@@ -19,7 +19,7 @@ from grpo_step import start_training
 from rljax.telemetry.sinks import read_metrics
 
 _WINDOW = 5
-"""Steps whose mean reward counts."""
+"""Batches whose mean reward counts."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, scratch: Path, seed: int) -> dict[str, float | int | None]:
     """Train in a process of its own until the goal is reached."""
     start = time.perf_counter()
-    process = start_training(args, scratch / "run", args.steps, f"run.seed={seed}")
+    process = start_training(args, scratch / "run", args.steps, f"run.seed={seed}", "train.skip_zero_advantages=true")
     assert process.stdout is not None
     reached, rows = None, []
     for line in process.stdout:
@@ -49,13 +49,14 @@ def run(args: argparse.Namespace, scratch: Path, seed: int) -> dict[str, float |
         if not line.startswith("step ") or reached is not None:
             continue
         rows = list(read_metrics(scratch / "run" / "metrics.jsonl").values())
-        if len(rows) >= _WINDOW and _latest(rows) >= args.goal:
+        if len(_rewards(rows)) >= _WINDOW and _latest(rows) >= args.goal:
             reached = time.perf_counter() - start
             process.send_signal(signal.SIGINT)
     if process.wait() and reached is None:
         raise SystemExit(f"rljax train failed with status {process.returncode}")
     return {
         "reward": round(_latest(rows), 3),
+        "rewards": [round(reward, 3) for reward in _rewards(rows)],
         "steps": None if reached is None else len(rows),
         "steps_s": None if reached is None else round(sum(row["time/step"] for row in rows), 1),
         "from_start_s": None if reached is None else round(reached, 1),
@@ -63,7 +64,12 @@ def run(args: argparse.Namespace, scratch: Path, seed: int) -> dict[str, float |
 
 
 def _latest(rows: Sequence[dict[str, float]]) -> float:
-    return sum(row["reward/mean"] for row in rows[-_WINDOW:]) / _WINDOW
+    return sum(_rewards(rows)[-_WINDOW:]) / _WINDOW
+
+
+def _rewards(rows: Sequence[dict[str, float]]) -> list[float]:
+    """Return the mean reward of each batch, which its first update logs."""
+    return [row["reward/mean"] for row in rows if "reward/mean" in row]
 
 
 if __name__ == "__main__":
