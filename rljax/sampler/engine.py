@@ -56,6 +56,9 @@ def draw_key(seed: int, purpose: str, task_id: str, attempt: int) -> tuple[int, 
 class Engine:
     """Samples completions on the mesh, a fixed number of slots at a time."""
 
+    _rows_in_use = 0
+    """Rows of the chunk in progress."""
+
     def __init__(
         self,
         arch: Arch,
@@ -103,8 +106,7 @@ class Engine:
         Raises:
             ValueError: slots do not divide over the mesh, nothing ends a completion, the cache is too small, or no experts.
         """
-        self.shards = data_shards(mesh)
-        _refuse_unfit(arch, slots, self.shards, stop_ids, record_routing)
+        self.shards = _shards_of(arch, slots, mesh, stop_ids, record_routing)
         self.mesh, self.arch, self.slots = mesh, arch, slots
         self.max_prompt_length, self.max_completion_length = max_prompt_length, max_completion_length
         per_shard, readers = slots // self.shards, min(readers, slots // self.shards)
@@ -116,8 +118,8 @@ class Engine:
         # A kernel reads no more for a wider table and larger pools.
         self._shapes = shapes.largest() if batch_invariant or kernel is not None else shapes
         pools = self._shapes.prompt_arenas, self._shapes.own_arenas
-        prompts, own = map(sum, pools)
-        ledgers = [Ledger(self.shards, readers, Pool(prompts), Pool(own), kernel is not None) for _ in range(self.shards)]
+        sizes = [sum(arenas) for arenas in pools]
+        ledgers = [Ledger(self.shards, readers, *map(Pool, sizes), aligned=kernel is not None) for _ in range(self.shards)]
         self._schedule = Schedule(ledgers, per_shard, decode_chunk_steps, chunk, reuse_cache)
         self._stop_ids = jax.device_put(np.array(sorted(stop_ids), np.int32), sharding(mesh))
         self._ends, self._row_sharding = frozenset(stop_ids), sharding(mesh, DATA_AXES)
@@ -127,7 +129,6 @@ class Engine:
         self._fill, self._extend, self._start, self._copy, self._decode = _jitted(arch, mesh, form, decode_chunk_steps)
         self._score = jax.jit(partial(score_prompts, arch, stored_form(self._state.cache)))
         self._params, self._version, self._rules = None, -1, None  # rules: who asks for what, and the same on the device
-        self._rows_in_use = 0  # of the chunk in progress
 
     def set_weights(self, params: Params, version: int) -> None:
         """Sample from these parameters from now on; what is parked is freed, and no stored prompt is given to newcomers.
@@ -491,13 +492,16 @@ def _jitted(arch: Arch, mesh: Mesh, form: InBlocks | InPages, steps: int) -> tup
     )
 
 
-def _refuse_unfit(arch: Arch, slots: int, shards: int, stop_ids: Sequence[int], record_routing: bool) -> None:
+def _shards_of(arch: Arch, slots: int, mesh: Mesh, stop_ids: Sequence[int], record_routing: bool) -> int:
+    """Return the number of data shards; raise ValueError for what does not fit them or the model."""
+    shards = data_shards(mesh)
     if record_routing and arch.experts is None:
         raise ValueError("algorithm.routing_replay is for models with experts, and this model has none; set it to false")
     if slots % shards:
         raise ValueError(f"sampler.slots ({slots}) must be a multiple of mesh.replica x mesh.fsdp ({shards})")
     if not stop_ids:
         raise ValueError("no token ends a completion; set eos_token_id in the checkpoint's generation_config.json")
+    return shards
 
 
 def _cache_dtype(mesh: Mesh, dtype: Any, kept: str) -> jnp.dtype:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(args: argparse.Namespace, scratch: Path, seed: int) -> dict[str, float | int | None]:
+def run(args: argparse.Namespace, scratch: Path, seed: int) -> dict[str, float | int | list[float] | None]:
     """Train in a process of its own until the goal is reached."""
     start = time.perf_counter()
     process = start_training(args, scratch / "run", args.steps, f"run.seed={seed}", "train.skip_zero_advantages=true")

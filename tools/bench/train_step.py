@@ -117,6 +117,7 @@ def full_batch(args: argparse.Namespace, vocab: int) -> Batch:
         choices=None,
         num_rollouts=micro * rows,
         padding_fraction=0.0,
+        skipped_fraction=0.0,
     )
 
 

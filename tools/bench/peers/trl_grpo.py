@@ -60,21 +60,9 @@ class Stopwatch(TrainerCallback):
         self.last = now
 
 
-def main() -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", choices=("float32", "autocast", "bfloat16"), default="float32")
-    parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--learning-rate", type=float, default=1e-6)
-    parser.add_argument("--seed", type=int, default=0, help="of the questions, their order and the draws")
-    args = parser.parse_args()
-    dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
-    data = Dataset.from_list(
-        [{"prompt": prompt, "answer": answer} for prompt, answer in tasks(GROUPS * (args.steps + 1), args.seed)]
-    )
-    config = GRPOConfig(
+def trainer_config(args: argparse.Namespace) -> GRPOConfig:
+    """Return the trainer's options for this work."""
+    return GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
         bf16=args.dtype == "autocast",
@@ -95,6 +83,22 @@ def main() -> None:
         optim="adamw_torch",
     )
 
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("float32", "autocast", "bfloat16"), default="float32")
+    parser.add_argument("--micro-batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
+    parser.add_argument("--seed", type=int, default=0, help="of the questions, their order and the draws")
+    args = parser.parse_args()
+    dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
+    data = Dataset.from_list(
+        [{"prompt": prompt, "answer": answer} for prompt, answer in tasks(GROUPS * (args.steps + 1), args.seed)]
+    )
+    config = trainer_config(args)
     rewards: list[float] = []
 
     def reward(completions: Any, answer: Any, **_: Any) -> list[float]:
