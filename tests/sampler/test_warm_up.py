@@ -66,9 +66,9 @@ def test_requests_with_rules_are_warmed_up_too() -> None:
 @pytest.mark.parametrize(
     ("slots", "prompt", "completion", "continued", "programs"),
     [
-        (64, 128, 128, True, (3, 2, 7)),
+        (64, 128, 128, True, (3, 2, 8)),
         (64, 128, 128, False, (3, 0, 4)),
-        (64, 2048, 2048, True, (4, 9, 13)),
+        (64, 2048, 2048, True, (4, 9, 15)),
         (1, 1, 1, True, (1, 1, 1)),
     ],
 )
