@@ -435,6 +435,7 @@ class _Run:
         if not every or step % every or "eval/accuracy" in read_metrics(self.dir.metrics).get(step, {}):
             return
         result = run_eval(self.stack.collector, self.eval_tasks, self.config)
+        self.stack.engine.take_metrics()  # of the evaluation: no step's
         self.sinks.write(step, {"eval/accuracy": result.accuracy, "eval/reward_mean": result.reward_mean})
 
 

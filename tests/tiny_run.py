@@ -26,7 +26,7 @@ from rljax.recipe import load
 from rljax.telemetry.sinks import read_metrics, read_rollouts
 from tools.make_tiny_checkpoint import make_tiny_checkpoint, tiny_arch, tiny_params, tokenizer_files
 
-NOT_REPEATED = ("time/", "throughput/", "cache/", "compile/")
+NOT_REPEATED = ("time/", "throughput/", "cache/", "sampler/", "compile/")
 """Metrics that two equal runs do not share."""
 
 

@@ -125,8 +125,8 @@ def shapes_of(
     # A one-token prompt needs no block, and an array needs a row.
     shared = max(1, min(prompts, rows * prompt))
     first_own = slots * min(completion, _FIRST_OWN_BLOCKS)
-    # Products of fewer rows may round otherwise; with short completions, whose tail is short, every step has one shape.
-    few = int(_FEW_ROWS * slots) if slots >= _LEAST_SLOTS and own > first_own else 0
+    # Products of fewer rows may round otherwise; with short completions, whose tail is short, every step has all rows.
+    few = int(_FEW_ROWS * slots) if slots >= _LEAST_SLOTS and completion > _FIRST_OWN_BLOCKS else 0
     piece = min(prefill_chunk, max_prompt_length)
     pieces = ladder(_PIECE_LENGTH, 4, piece) if continued or max_prompt_length - 1 > piece else ()
     return Shapes(
