@@ -112,12 +112,14 @@ def test_a_run_is_continued_and_then_complete(trained: tuple[TrainResult, list[s
     assert [row["step"] for row in metric_rows(run)] == [1, 2, 3]
 
 
-def test_equal_rewards_move_nothing(tmp_path: Path) -> None:
-    settings = config(tmp_path / "run", "train.steps=1", "checkpoint.every=1", "env.name=tests.worlds:Constant")
-    result = train(settings)
+@pytest.mark.parametrize("skips", [True, False])
+def test_equal_rewards_move_nothing(skips: bool, tmp_path: Path) -> None:
+    options = ("train.steps=1", "checkpoint.every=1", "env.name=tests.worlds:Constant")
+    result = train(config(tmp_path / "run", *options, f"train.skip_zero_advantages={str(skips).lower()}"))
     assert result.metrics["groups/zero_variance_fraction"] == 1.0
     assert result.metrics["optimizer/grad_norm"] == 0.0
-    assert result.metrics["tokens/trained"] > 0
+    assert (result.metrics["tokens/trained"] == 0, result.metrics["pack/skipped_fraction"]) == (skips, float(skips))
+    assert ("policy/entropy" in result.metrics) != skips, "what nobody computed has no number"
     assert param_bits(tmp_path / "run" / "model") == param_bits(tiny_checkpoint())
 
 
