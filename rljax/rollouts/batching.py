@@ -74,8 +74,8 @@ def prepare(groups: Sequence[Group], config: Config, shape: PackShape) -> Prepar
     for part in _portions(owners, config):
         members, weights = [rollouts[index] for index in part], _weights(counted[part], config)
         batch = pack(members, advantages.values[part], weights, teaches[part], shape, mask_truncated=mask_truncated)
-        skipped = int(counted[part].sum()) - int(batch.mask.sum())
-        batches.append(replace(batch, skipped_fraction=skipped / max(int(counted[part].sum()), 1)))
+        tokens = int(counted[part].sum())
+        batches.append(replace(batch, skipped_fraction=(tokens - int(batch.mask.sum())) / max(tokens, 1)))
     packed = advantages.tokens[np.repeat(teaches, counted)]
     return Prepared(_with_advantages(batches, packed), advantages, 0.0, ())
 

@@ -232,7 +232,7 @@ class Engine:
                 self._copy_blocks(schedule.copies(started))
             self._score_prompts(started)
             if any(running.started for running in schedule.running.values()):
-                size = self._shapes.fitting(ledger.need(*self._shapes.ends) for ledger in schedule.ledgers)
+                size = self._size()
                 self._copy_blocks([ledger.compact(size) for ledger in schedule.ledgers])
                 rules, self._rows_in_use = self._rules_in_use(), self.shards * size.rows
                 self._state = self._decode(self._params, self._state, *self._tables(size), self._stop_ids, rules)
@@ -460,19 +460,23 @@ class Engine:
         source, target = jax.device_put((both[0].ravel(), both[1].ravel()), self._row_sharding)
         return source, target
 
+    def _size(self) -> Size:
+        """Return the size of a decode step that has room for all that runs."""
+        ends = self._shapes.ends
+        return self._shapes.fitting(ledger.need(*ends) for ledger in self._schedule.ledgers)
+
     def _tables(self, size: Size, empty: bool = False) -> tuple[Tables | PageTable, jax.Array | None]:
         """Return who reads which block, and the slots of its rows if those are not all of them; see `decode_chunk`."""
-        ledgers, rows = self._schedule.ledgers, size.rows * self.shards
+        ledgers, per_shard, rows = self._schedule.ledgers, self._schedule.per_shard, size.rows * self.shards
         if self.attention.kernel is not None:
             pages = self._state.cache[0]
             assert not isinstance(pages, LayerCache), "a kernel reads pages"
             tables = empty_page_table(rows, self.attention.kernel.columns(self._shapes.longest, pages))
         else:
             tables = empty_tables(self.shards, size, ledgers[0].readers)
-        every, per_shard = range(size.rows), self._schedule.per_shard
         chosen = None if size.rows == per_shard else np.full((self.shards, size.rows), per_shard, np.int32)
         for shard, ledger in enumerate(() if empty else ledgers):
-            places = dict(zip(every, every, strict=True)) if chosen is None else ledger.rows()
+            places = {slot: slot for slot in range(per_shard)} if chosen is None else ledger.rows()
             ledger.write(tables, shard, places)
             if chosen is not None:
                 chosen[shard, : len(places)] = [*places]

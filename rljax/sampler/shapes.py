@@ -63,7 +63,9 @@ class Shapes:
         """
         (prompts, own), widest, sizes = self.ends, self.columns_of_tables[-1], []
         for rows in self.rows[:-1]:
-            most_prompts, most_own = _enough(prompts, rows * widest[0]), _enough(own, rows * widest[1])
+            most_prompts, most_own = (
+                least(ends, min(rows * count, ends[-1])) for ends, count in zip(self.ends, widest, strict=True)
+            )
             sizes += [Size(rows, most_prompts, end, widest) for end in own if end <= most_own]
         slots = self.rows[-1]
         for end in own:
@@ -163,11 +165,6 @@ def ladder(first: int, growth: int, last: int) -> tuple[int, ...]:
     if sizes and 2 * sizes[-1] >= last and growth > 2:
         sizes.pop()
     return (*sizes, last)
-
-
-def _enough(ends: Sequence[int], blocks: int) -> int:
-    """Return the first of the ends that is at least so many blocks, or the last."""
-    return next((end for end in ends if end >= blocks), ends[-1])
 
 
 def _split(whole: int, ends: Sequence[int]) -> tuple[int, ...]:

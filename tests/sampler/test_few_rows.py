@@ -13,7 +13,7 @@ from rljax.sampler.engine import Engine, Request
 from tests import tiny_moe
 from tests.compilations import compilations
 from tests.sampler.test_compiled import outputs
-from tests.tiny_model import ARCH, drain, engine_of, request
+from tests.tiny_model import ARCH, engine_of, request, run
 
 LOGP_ATOL = 5e-6
 """Float32 sums in another order; log-probabilities are of the order 10 (nats)."""
@@ -56,10 +56,7 @@ def test_the_last_rollouts_draw_what_they_draw_among_others(
 ) -> None:
     few, all_ = engine_of(**OPTIONS, **options), engine_of(**OPTIONS, **options, batch_invariant=True)
     asked, sizes = long_and_short(40, **sampling), sizes_of(few, monkeypatch)
-    found = {}
-    for engine in (few, all_):
-        engine.submit(asked)
-        found[engine] = drain(engine)
+    found = {engine: run(engine, asked) for engine in (few, all_)}
     assert_same(found[few], found[all_])
     for ticket, done in found[all_].items():
         if done.top is not None:
@@ -80,10 +77,7 @@ def test_data_shards_choose_their_own_rows_and_experts_are_recorded() -> None:
     rng = np.random.default_rng(0)
     limits = [int(limit) for limit in np.where(np.arange(72) % 5 == 2, 70, rng.integers(1, 30, 72))]
     asked = [request((f"t{i // 4}", i % 4), [8 + i // 4] * (3 + i // 4), limit) for i, limit in enumerate(limits)]
-    found = {}
-    for engine in (few, all_):
-        engine.submit(asked)
-        found[engine] = drain(engine)
+    found = {engine: run(engine, asked) for engine in (few, all_)}
     assert_same(found[few], found[all_])
     for ticket, done in found[all_].items():
         np.testing.assert_array_equal(found[few][ticket].choices, done.choices)
@@ -93,17 +87,15 @@ def test_data_shards_choose_their_own_rows_and_experts_are_recorded() -> None:
 def test_after_the_warm_up_few_rows_and_moved_blocks_compile_nothing() -> None:
     engine = engine_of(**OPTIONS, stop_ids=(0,))
     engine.warm_up()
-    engine.submit(long_and_short(40, seed=1))
     with compilations() as found:
-        drain(engine)
+        run(engine, long_and_short(40, seed=1))
     assert not found
 
 
 def test_occupancy_is_the_share_of_rows_that_drew() -> None:
     engine = engine_of(slots=4, stop_ids=(ARCH.vocab_size,), max_completion_length=10)
     assert "sampler/occupancy" not in engine.take_metrics()
-    engine.submit([request(("t", index), [9], limit) for index, limit in enumerate((10, 4, 3))])
-    drain(engine)
+    run(engine, [request(("t", index), [9], limit) for index, limit in enumerate((10, 4, 3))])
     assert engine.take_metrics()["sampler/occupancy"] == pytest.approx(17 / 40)  # 10 steps of 4 rows
     assert "sampler/occupancy" not in engine.take_metrics()
 

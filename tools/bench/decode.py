@@ -76,8 +76,7 @@ def kernel_floor(engine: Engine, params: Params, requests: Sequence[Request], re
     for _ in range(max(1, requests[0].params.max_tokens // 16)):
         engine.step()
         engine.poll()
-    # The shapes that a step really has.
-    size = engine._shapes.fitting(ledger.need(*engine._shapes.ends) for ledger in engine._schedule.ledgers)
+    size = engine._size()  # that a step really has
     (tables, _), state = engine._tables(size), engine._state
     assert isinstance(tables, Tables), "without a kernel"
     assert size.rows == rows, "all slots are busy"
