@@ -251,7 +251,7 @@ class TrainConfig(Section):
     skip_zero_advantages: bool = option(
         True,
         "Leave rollouts whose advantages are all 0 out of forward and backward passes, where they change no gradient: without "
-        "beta, entropy_coef, rollout_rs, a critic and losses of routers.",
+        "beta, entropy_coef, rollout_rs, lora.dropout, a critic and losses of routers.",
     )
 
 
@@ -492,7 +492,7 @@ _FREE_BETWEEN_RESTARTS: Any = {
     },
     # The preset is in the values it set; a run that used up its rounds was stopped, and may be given more.
     "algorithm": {"preset", "dynamic_sampling_max_rounds"},
-    "train": {"steps", "micro_batch_size_per_device"},
+    "train": {"steps", "micro_batch_size_per_device", "micro_batch_tokens", "pack_length", "skip_zero_advantages"},
     "checkpoint": True,
     "eval": True,
     "telemetry": True,

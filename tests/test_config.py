@@ -180,6 +180,8 @@ def test_the_hash_changes_with_what_decides_the_parameters_and_with_nothing_else
     assert hash_of(env={"options": {"operations": ["add"]}}) != same
     assert hash_of(train={"rollout_batch_size": 4}) != same
     assert hash_of(run={"dir": "elsewhere"}, train={"steps": 200}, mesh={"fsdp": 8}, telemetry={"live": "off"}) == same
+    packed = {"micro_batch_tokens": 600, "pack_length": 300, "skip_zero_advantages": False}
+    assert hash_of(train=packed) == same, "how rows are made moves sums by rounding"
     assert hash_of(checkpoint={"every": 20}, eval={"every": 10}, env={"workers": 7}, sampler={"slots": 128}) == same
 
 

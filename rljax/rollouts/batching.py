@@ -84,11 +84,12 @@ def only_advantages_teach(config: Config) -> bool:
     """Say whether a rollout whose advantages are all 0 has no part in any gradient, and nothing that is scored is needed of it.
 
     Every row of `SURROGATES` is a multiple of the advantage. A divergence, an entropy bonus and the losses of routers are not;
-    a critic learns from every rollout; and what is scored may change advantages and denominators (`revise`).
+    a critic learns from every rollout; what is scored may change advantages and denominators (`revise`); and what dropout draws
+    goes by the place in the rows, so that another packing is another draw.
     """
     algorithm = config.algorithm
     others = (algorithm.beta, algorithm.entropy_coef, algorithm.router_z_loss_coef, algorithm.router_balance_loss_coef)
-    return not any(others) and algorithm.advantage != "gae" and not needs_logprobs(config)
+    return not any((*others, config.lora.dropout)) and algorithm.advantage != "gae" and not needs_logprobs(config)
 
 
 def needs_logprobs(config: Config) -> bool:

@@ -346,13 +346,14 @@ SOLVED = group("solved", [1.0, 1.0, 1.0, 1.0])
         "algorithm.advantage=gae",
         "algorithm.router_z_loss_coef=0.1",
         "algorithm.router_balance_loss_coef=0.1",
+        "lora.dropout=0.1 lora.rank=4",
         "train.skip_zero_advantages=false",
     ],
 )
 def test_rollouts_that_something_else_is_learned_from_are_packed(option: str) -> None:
-    batch = made([ONE, SOLVED], option).batches[0]
+    batch = made([ONE, SOLVED], *option.split()).batches[0]
     assert (batch.num_rollouts, batch.skipped_fraction) == (8, 0)
-    assert only_advantages_teach(settings(option)) == option.startswith("train.")
+    assert only_advantages_teach(settings(*option.split())) == option.startswith("train.")
 
 
 def test_rollouts_that_teach_nothing_have_no_row_but_stay_in_the_denominators() -> None:
