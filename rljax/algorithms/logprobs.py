@@ -5,7 +5,7 @@ own the decoder and the loss. Only positions whose targets are scored should be 
 the work.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def token_logprobs(
     padding: they have probability 0.
 
     `chunk` positions of every row are worked on at a time, so that memory is b * chunk * v floats; the backward pass
-    computes the logits again. Chunks that start at or after `length` (a device value, the same on all devices) are
+    computes the logits again, except where one chunk is all: it keeps them, which takes no more memory. Chunks that start at or after `length` (a device value, the same on all devices) are
     skipped: their outputs are 0 and they give no gradient. Gradients flow to `hidden` and `head` through logp, and
     through the entropy only with `entropy_gradient`; else it is a measurement. Targets must lie in [0, valid_vocab).
     """
@@ -90,30 +90,37 @@ def _outputs(settings: _Settings, hidden: Array, head: Array, targets: Array, le
 
 def _chunked_forward(
     settings: _Settings, hidden: Array, head: Array, targets: Array, length: Array
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
     compute_head = _compute_head(head, hidden)
     empty = jnp.zeros(targets.shape, jnp.float32)
 
-    def body(index: Array, outputs: tuple[Array, Array, Array]) -> tuple[Array, ...]:
-        logits, _ = _logits(settings, _take(hidden, index, settings), compute_head)
-        parts = softmax_statistics(logits, _take(targets, index, settings))
+    def statistics(scores: Array, index: Array | int) -> tuple[Array, ...]:
+        return softmax_statistics(_logits(settings, scores)[0], _take(targets, index, settings))
+
+    def body(index: Array, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        parts = statistics(product_transposed(_take(hidden, index, settings), compute_head), index)
         return tuple(_put(out, part, index, settings) for out, part in zip(outputs, parts, strict=True))
 
-    logp, entropy, log_total = jax.lax.fori_loop(0, _chunks(settings, targets, length), body, (empty, empty, empty))
-    return (logp, entropy), (hidden, head, targets, length, log_total, entropy)
+    if targets.shape[1] == settings.chunk:
+        scores = product_transposed(hidden, compute_head)
+        logp, entropy, log_total = (jnp.where(length > 0, part, 0.0) for part in statistics(scores, 0))
+    else:
+        scores, chunks = None, _chunks(settings, targets, length)
+        logp, entropy, log_total = jax.lax.fori_loop(0, chunks, body, (empty, empty, empty))
+    return (logp, entropy), (hidden, head, targets, length, log_total, entropy, scores)
 
 
 def _chunked_backward(
-    settings: _Settings, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
+    settings: _Settings, residuals: tuple[Any, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, None]:
-    hidden, head, targets, length, log_total, entropy = residuals
+    hidden, head, targets, length, log_total, entropy, kept = residuals
     compute_head = _compute_head(head, hidden)
     scaled, of_entropy = (cotangent / settings.temperature for cotangent in cotangents)
 
     def body(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         d_hidden, d_head = gradients
         rows = _take(hidden, index, settings)
-        logits, slope = _logits(settings, rows, compute_head)
+        logits, slope = _logits(settings, product_transposed(rows, compute_head) if kept is None else kept)
         probability = jnp.exp(logits - _take(log_total, index, settings)[..., None])
         chosen = _is_target(_take(targets, index, settings), head.shape[0])
         d_logits = _take(scaled, index, settings)[..., None] * (chosen - probability)
@@ -142,16 +149,16 @@ def _compute_head(head: Array, hidden: Array) -> Array:
     return constrain(head.astype(hidden.dtype), LEARNER_RULES["vocab"], None)
 
 
-def _logits(settings: _Settings, rows: Array, head: Array) -> tuple[Array, Array | None]:
-    """Return the logits, and with a soft cap its slope where they are."""
-    scores, slope = product_transposed(rows, head), None
+def _logits(settings: _Settings, scores: Array) -> tuple[Array, Array | None]:
+    """Return the logits that products with the head become, and with a soft cap its slope where they are."""
+    slope, vocab = None, scores.shape[-1]
     if settings.soft_cap is not None:
         bounded = jnp.tanh(scores / settings.soft_cap)
         scores, slope = settings.soft_cap * bounded, 1 - bounded * bounded
     logits = scores / settings.temperature
-    if settings.valid_vocab == head.shape[0]:
+    if settings.valid_vocab == vocab:
         return logits, slope
-    return jnp.where(_columns(logits.ndim, head.shape[0]) < settings.valid_vocab, logits, -jnp.inf), slope
+    return jnp.where(_columns(logits.ndim, vocab) < settings.valid_vocab, logits, -jnp.inf), slope
 
 
 def _columns(ndim: int, vocab: int) -> Array:
@@ -167,7 +174,7 @@ def _chunks(settings: _Settings, targets: Array, length: Array) -> Array:
     return jnp.clip(-(-length // settings.chunk), 0, targets.shape[1] // settings.chunk)
 
 
-def _take(array: Array, index: Array, settings: _Settings) -> Array:
+def _take(array: Array, index: Array | int, settings: _Settings) -> Array:
     return jax.lax.dynamic_slice_in_dim(array, index * settings.chunk, settings.chunk, axis=1)
 
 

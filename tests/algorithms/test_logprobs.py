@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,8 @@ def test_gradients_are_those_of_the_whole_logits(chunk, valid_vocab):
         np.testing.assert_allclose(left, right, rtol=FLOAT32, atol=FLOAT32)
 
 
-def test_a_soft_cap_bounds_the_logits_and_their_gradient():
+@pytest.mark.parametrize("chunk", [4, S])
+def test_a_soft_cap_bounds_the_logits_and_their_gradient(chunk):
     hidden, head, targets = inputs()
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(B, S)), jnp.float32)
     cap, valid = 3.0, V - 5
@@ -76,7 +78,7 @@ def test_a_soft_cap_bounds_the_logits_and_their_gradient():
         return jnp.sum(weights * jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0])
 
     def chunked(h, w):
-        got = token_logprobs(h, w, targets, temperature=0.7, valid_vocab=valid, soft_cap=cap, chunk=4)
+        got = token_logprobs(h, w, targets, temperature=0.7, valid_vocab=valid, soft_cap=cap, chunk=chunk)
         return jnp.sum(weights * got[0])
 
     (want, want_grads), (got, got_grads) = (jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, head) for f in (whole, chunked))
@@ -126,18 +128,20 @@ def test_bfloat16_hidden_states_give_float32_results_and_a_float32_head_gradient
 def test_chunks_past_the_length_are_skipped():
     hidden, head, targets = inputs(s=12)
 
-    @jax.jit
-    def run(h, w, length):
+    @partial(jax.jit, static_argnums=0)
+    def run(chunk, h, w, length):
         def loss(h, w):
-            logp, entropy = token_logprobs(h, w, targets, temperature=1.0, chunk=4, length=length)
+            logp, entropy = token_logprobs(h, w, targets, temperature=1.0, chunk=chunk, length=length)
             return jnp.sum(logp), (logp, entropy)
 
         return jax.grad(loss, (0, 1), has_aux=True)(h, w)
 
     whole = token_logprobs(hidden, head, targets, temperature=1.0, chunk=4)
-    for length, done in [(0, 0), (1, 4), (4, 4), (5, 8), (12, 12), (99, 12)]:
+    # One chunk is all of the positions, or none of them.
+    cases = [(4, 0, 0), (4, 1, 4), (4, 4, 4), (4, 5, 8), (4, 12, 12), (4, 99, 12), (12, 0, 0), (12, 1, 12), (12, 12, 12)]
+    for chunk, length, done in cases:
         poisoned = hidden.at[:, done:].set(jnp.nan)
-        (d_hidden, d_head), outputs = run(poisoned, head, jnp.int32(length))
+        (d_hidden, d_head), outputs = run(chunk, poisoned, head, jnp.int32(length))
         for part, want in zip(outputs, whole, strict=True):
             np.testing.assert_allclose(part[:, :done], want[:, :done], rtol=FLOAT32)
             assert (part[:, done:] == 0).all()
