@@ -45,9 +45,10 @@ def token_logprobs(
     padding: they have probability 0.
 
     `chunk` positions of every row are worked on at a time, so that memory is b * chunk * v floats; the backward pass
-    computes the logits again, except where one chunk is all: it keeps them, which takes no more memory. Chunks that start at or after `length` (a device value, the same on all devices) are
-    skipped: their outputs are 0 and they give no gradient. Gradients flow to `hidden` and `head` through logp, and
-    through the entropy only with `entropy_gradient`; else it is a measurement. Targets must lie in [0, valid_vocab).
+    computes the logits again, except where one chunk is all: it keeps them, which takes no more memory. Chunks that start
+    at or after `length` (a device value, the same on all devices) are skipped: their outputs are 0 and they give no gradient.
+    Gradients flow to `hidden` and `head` through logp, and through the entropy only with `entropy_gradient`; else it is a
+    measurement. Targets must lie in [0, valid_vocab).
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probabilities need a temperature above 0")
@@ -76,12 +77,14 @@ def softmax_statistics(
     top = jnp.max(logits, axis=-1, keepdims=True)
     centred = logits - top
     weights = jnp.exp(centred)
-    total = jnp.sum(weights, axis=-1)
+    # 0 * log 0 is 0, so the factor is selected before the product. Two sums in one pass: XLA:CPU computes every
+    # exponential once for each pass that it goes into.
+    surprises = weights * jnp.where(weights > 0, centred, 0.0)
+    zeros, last = (jnp.float32(0), jnp.float32(0)), (logits.ndim - 1,)
+    total, weighted = jax.lax.reduce((weights, surprises), zeros, lambda sums, parts: tuple(map(jnp.add, sums, parts)), last)
     chosen = jnp.squeeze(jnp.take_along_axis(centred, targets[..., None], axis=-1), -1)
-    # 0 * log 0 is 0, so the factor is selected before the product.
-    mean_centred = jnp.sum(weights * jnp.where(weights > 0, centred, 0.0), axis=-1) / total
     log_total = jnp.log(total)
-    return chosen - log_total, log_total - mean_centred, log_total + jnp.squeeze(top, -1)
+    return chosen - log_total, log_total - weighted / total, log_total + jnp.squeeze(top, -1)
 
 
 def _outputs(settings: _Settings, hidden: Array, head: Array, targets: Array, length: Array) -> tuple[Array, Array]:
