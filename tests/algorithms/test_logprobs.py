@@ -202,7 +202,7 @@ def test_rows_vocabulary_and_width_may_be_split_over_devices():
         np.testing.assert_allclose(left, right, rtol=FLOAT32, atol=FLOAT32)
     text = compiled.as_text()
     assert text is not None
-    gathers = [line for line in text.splitlines() if "all-gather" in line and "op_name" in line]
+    gathers = [line for line in text.splitlines() if " all-gather(" in line and "op_name" in line]
     assert gathers
     # The head is gathered once; in every chunk only its sums are: one number per row, position and part of the vocabulary.
     assert all("= f32[2,4,2]{" in line for line in gathers if "while/body" in line)
