@@ -22,8 +22,9 @@ from tests.tiny_model import ARCH, batch_of, config_of, first_state, gradient, m
 
 WIDE = dataclasses.replace(ARCH, embed_dim=256, ffn_dim=128)
 """Several tiles along the dims that meshes split."""
-MESH_ATOL = 3e-5
-"""Float32 sums of eight times as many terms as in the tiny model, split over devices: a plain base differs by 1.6e-5."""
+MESH_ATOL = 1e-4
+"""Float32 sums of eight times as many terms as in the tiny model, split over devices: by CPU they differ by 1.6e-5 to 3.6e-5,
+in gradients of the order 1."""
 
 
 @cache

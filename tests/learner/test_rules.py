@@ -205,7 +205,8 @@ def test_a_mesh_changes_nothing_and_a_checkpoint_restores_on_another(tmp_path: P
     for name, one, many in zip(
         leaf_names(after["one"].params), *(jax.tree.leaves(after[mesh].params) for mesh in after), strict=True
     ):
-        np.testing.assert_allclose(many, one, rtol=1e-3, atol=2e-5, err_msg=name)
+        # A twentieth of an update: where a gradient is small, the last bits of its sum turn a moment's rounding to bfloat16.
+        np.testing.assert_allclose(many, one, rtol=1e-3, atol=0.05 * defaults["learning_rate"], err_msg=name)
     with CheckpointStore(tmp_path, 1) as store:
         store.save(1, after["tensor"], RunMeta(1, 1, 0, 0, "hash", "tasks"))
         store.wait()
