@@ -95,21 +95,19 @@ def _chunked_forward(
     settings: _Settings, hidden: Array, head: Array, targets: Array, length: Array
 ) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
     compute_head = _compute_head(head, hidden)
-    empty = jnp.zeros(targets.shape, jnp.float32)
 
-    def statistics(scores: Array, index: Array | int) -> tuple[Array, ...]:
-        return softmax_statistics(_logits(settings, scores)[0], _take(targets, index, settings))
-
-    def body(index: Array, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        parts = statistics(product_transposed(_take(hidden, index, settings), compute_head), index)
+    def body(index: Array, outputs: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+        scores = product_transposed(_take(hidden, index, settings), compute_head)
+        parts = softmax_statistics(_logits(settings, scores)[0], _take(targets, index, settings))
         return tuple(_put(out, part, index, settings) for out, part in zip(outputs, parts, strict=True))
 
     if targets.shape[1] == settings.chunk:
         scores = product_transposed(hidden, compute_head)
-        logp, entropy, log_total = (jnp.where(length > 0, part, 0.0) for part in statistics(scores, 0))
+        parts = softmax_statistics(_logits(settings, scores)[0], targets)
+        logp, entropy, log_total = (jnp.where(length > 0, part, 0.0) for part in parts)
     else:
-        scores, chunks = None, _chunks(settings, targets, length)
-        logp, entropy, log_total = jax.lax.fori_loop(0, chunks, body, (empty, empty, empty))
+        scores, empty = None, jnp.zeros(targets.shape, jnp.float32)
+        logp, entropy, log_total = jax.lax.fori_loop(0, _chunks(settings, targets, length), body, (empty, empty, empty))
     return (logp, entropy), (hidden, head, targets, length, log_total, entropy, scores)
 
 
@@ -177,7 +175,7 @@ def _chunks(settings: _Settings, targets: Array, length: Array) -> Array:
     return jnp.clip(-(-length // settings.chunk), 0, targets.shape[1] // settings.chunk)
 
 
-def _take(array: Array, index: Array | int, settings: _Settings) -> Array:
+def _take(array: Array, index: Array, settings: _Settings) -> Array:
     return jax.lax.dynamic_slice_in_dim(array, index * settings.chunk, settings.chunk, axis=1)
 
 

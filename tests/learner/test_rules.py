@@ -185,14 +185,17 @@ def test_rounding_is_to_a_neighbour_right_on_average_and_keyed_by_the_update() -
 
 
 CASES = (
-    {"rule": "adafactor"},
-    {"rule": "muon", "moments_dtype": "bfloat16"},
+    ({"rule": "adafactor"}, 2e-5),
+    # A twentieth of an update: where a gradient is small, the last bits of its sum turn a moment's rounding to bfloat16.
+    ({"rule": "muon", "moments_dtype": "bfloat16"}, 5e-4),
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", CASES, ids=lambda options: options["rule"])
-def test_a_mesh_changes_nothing_and_a_checkpoint_restores_on_another(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("options", "atol"), CASES, ids=[options["rule"] for options, _ in CASES])
+def test_a_mesh_changes_nothing_and_a_checkpoint_restores_on_another(
+    tmp_path: Path, options: dict[str, Any], atol: float
+) -> None:
     defaults = {"b1": 0.9, "eps": 1e-8, "learning_rate": 0.01}
     after = {}
     for mesh in ("one", "tensor"):
@@ -205,8 +208,7 @@ def test_a_mesh_changes_nothing_and_a_checkpoint_restores_on_another(tmp_path: P
     for name, one, many in zip(
         leaf_names(after["one"].params), *(jax.tree.leaves(after[mesh].params) for mesh in after), strict=True
     ):
-        # A twentieth of an update: where a gradient is small, the last bits of its sum turn a moment's rounding to bfloat16.
-        np.testing.assert_allclose(many, one, rtol=1e-3, atol=0.05 * defaults["learning_rate"], err_msg=name)
+        np.testing.assert_allclose(many, one, rtol=1e-3, atol=atol, err_msg=name)
     with CheckpointStore(tmp_path, 1) as store:
         store.save(1, after["tensor"], RunMeta(1, 1, 0, 0, "hash", "tasks"))
         store.wait()
