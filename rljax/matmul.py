@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from rljax.mesh import axis_size
+
 _ROW_SPLIT = 8
 """Inner length when rows are split in two dims before they are contracted; see `contract_rows`."""
 
@@ -31,8 +33,14 @@ def product_outputs_first(x: Float[Array, "*rows k"], w: Float[Array, "*n k"]) -
 
 
 def product_transposed(g: Float[Array, "*rows_and_n"], w: Float[Array, "k *n"]) -> Float[Array, "*rows k"]:
-    """Multiply `g` by the transpose of `w` in the dtype of `g`, with float32 sums and a float32 result."""
+    """Multiply `g` by the transpose of `w` in the dtype of `g`, with float32 sums and a float32 result.
+
+    Output dims become one, unless `tensor` may split one of them: for a contraction over several, XLA:CPU writes the transpose
+    of the weight first.
+    """
     outputs = w.ndim - 1
+    if axis_size("tensor") == 1:
+        g, w, outputs = g.reshape(*g.shape[: g.ndim - outputs], -1), w.reshape(w.shape[0], -1), 1
     return _dot(g, w.astype(g.dtype), tuple(range(g.ndim - outputs, g.ndim)), tuple(range(1, w.ndim)))
 
 
@@ -43,19 +51,22 @@ def contract_rows(x: Float[Array, "*rows k"], g: Float[Array, "*rows_and_n"]) ->
     whose left side is row-major [k, rows], and brings a contraction over several dims into that form, but runs one
     over a single leading dim in float32 (a factor 2 to 4). Other backends merge the dims again at no cost.
 
+    What is brought into that form is written with a stride of all rows, and what it is computed from is read with one: for the
+    hidden states of an MLP that takes longer than their product. So the smaller of both is the left side.
+
     Rows are not split when the length of their last dim is not a multiple of 8; the result is the same.
     """
     rows = x.ndim - 1
-    if x.dtype != jnp.float32 and g.ndim == x.ndim and x.shape[-1] > g.shape[-1]:
-        return contract_rows(g, x).T  # the left side is brought into another layout first, so it had better be the small one
+    if g.ndim == x.ndim and x.shape[-1] > g.shape[-1]:
+        return contract_rows(g, x).T
     if x.shape[rows - 1] % _ROW_SPLIT == 0 and x.shape[rows - 1] > _ROW_SPLIT:
         x, g = (_split_rows(array, rows) for array in (x, g))
         rows += 1
     contracted = tuple(range(rows))
     out = _dot(x, g, contracted, contracted)
-    # A transpose right after this product (a tied head) would be folded into it, and XLA:CPU then picks a bfloat16
-    # form that it cannot run ("Unsupported element type for DotThunk").
-    return out if x.dtype == jnp.float32 else jax.lax.optimization_barrier(out)
+    # A transpose right after this product would be folded into it: its sides would change places again, and of a tied head
+    # XLA:CPU would pick a bfloat16 form that it cannot run ("Unsupported element type for DotThunk").
+    return jax.lax.optimization_barrier(out)
 
 
 @jax.custom_vjp
