@@ -244,7 +244,7 @@ class TrainConfig(Section):
     )
     pack_length: int | None = option(
         None,
-        "Tokens of a packed row; default: the longest rollout, with micro_batch_tokens also what a whole group may need, up to "
+        "Tokens of a packed row; default: the longest rollout, with micro_batch_tokens what two groups of such may need, up to "
         "512 tokens.",
         ge=2,
     )
@@ -440,8 +440,9 @@ class Config(Section):
     def pack_length(self) -> int:
         """Tokens of a packed row; it follows from the recipe alone, so it is the same on every mesh and in every process.
 
-        By default it is that of the longest rollout. With a budget of tokens it is longer where a group needs more, up to
-        `_LONGEST_CHOSEN_ROW` and to the share of each row: the prompt is then stored once for more of the group.
+        By default it is that of the longest rollout. With a budget of tokens it is what two groups of longest rollouts need, up to
+        `_LONGEST_CHOSEN_ROW` and to the share of each row: a prompt is then stored once for all of its group, and groups that are
+        shorter, as most are, leave less of a row empty.
         """
         prompt, completion = self.sampler.max_prompt_length, self.sampler.max_completion_length
         if self.train.pack_length is not None:
@@ -449,8 +450,8 @@ class Config(Section):
         if self.train.micro_batch_tokens is None:
             return prompt + completion
         share = self.train.micro_batch_tokens // (self.train.micro_batch_size_per_device or 1)
-        group = prompt + self.algorithm.num_generations * completion
-        return max(prompt + completion, min(group, _LONGEST_CHOSEN_ROW, share))
+        groups = 2 * (prompt + self.algorithm.num_generations * completion)
+        return max(prompt + completion, min(groups, _LONGEST_CHOSEN_ROW, share))
 
     @property
     def micro_batch_size_per_device(self) -> int:

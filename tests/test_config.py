@@ -28,7 +28,7 @@ def test_the_defaults_keep_the_rules() -> None:
     [
         ({}, 8, 256, 8),
         ({"micro_batch_tokens": 1024}, 8, 512, 2),  # a group needs 128 + 8 x 128 tokens
-        ({"micro_batch_tokens": 1024}, 2, 384, 2),  # 128 + 2 x 128: all of it in one row
+        ({"micro_batch_tokens": 1024}, 2, 512, 2),  # less than two groups of 128 + 2 x 128
         ({"micro_batch_tokens": 300}, 8, 300, 1),
         ({"micro_batch_tokens": 600, "micro_batch_size_per_device": 2}, 8, 300, 2),
         ({"micro_batch_tokens": 2000, "pack_length": 256}, 8, 256, 7),

@@ -84,8 +84,8 @@ class Form(Protocol):
         """Store whole prompts, given as rows, in the blocks named for them; -1 drops a part."""
         ...
 
-    def copied(self, mesh: Mesh, cache: Any, source: Int[Array, " n"], target: Int[Array, " n"]) -> Any:
-        """Copy blocks to others of the same pool and data shard, in every layer; a target of -1 is none.
+    def copied(self, mesh: Mesh, layer: Any, source: Int[Array, " n"], target: Int[Array, " n"]) -> Any:
+        """Copy blocks of a layer to others of the same pool and data shard; a target of -1 is none.
 
         Those of the own pool are counted on after the prompt pool's.
         """

@@ -8,6 +8,7 @@ included, is made by the same code.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -75,9 +76,8 @@ def fill(
     rows = (new.tokens, *_places(new.tokens, new.lengths))
     out = merge(arch, params).forward(*rows, dtype=dtype, record_routing=record, stored=stored_form(slots.cache))
     assert not isinstance(out.seen, KeyValue), "the sampler's parameters are in the separate layout"
-    cache = tuple(
-        form.with_prompts(mesh, layer, prompts, new.blocks) for layer, prompts in zip(slots.cache, out.seen, strict=True)
-    )
+    store = jax.jit(partial(form.with_prompts, mesh))  # traced once rather than once per layer
+    cache = tuple(store(layer, prompts, new.blocks) for layer, prompts in zip(slots.cache, out.seen, strict=True))
     return Slots(cache, slots.progress), _choices(arch, out.routing)
 
 

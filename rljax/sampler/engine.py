@@ -165,7 +165,7 @@ class Engine:
         """Yield the programs with inputs of every shape there is: longest compilations first."""
         shapes, nobody, state = self._shapes, [()] * self.shards, self._state
         rules = (None,) if self._rules is None else (None, self._rules[1])
-        for size, asked in itertools.product(shapes.decode(), rules):
+        for size, asked in itertools.product(reversed(shapes.decode()), rules):
             yield self._decode, (self._params, state, *self._tables(size, empty=True), self._stop_ids, asked)
         for seen in itertools.product(shapes.pieces, shapes.seen):
             yield self._extend, (self._params, state, self._pieces(Pieces, nobody, *seen))
@@ -173,7 +173,7 @@ class Engine:
             yield self._fill, (self._params, state, self._pieces(Prompts, nobody, width, blocks_for(width)))
         yield self._start, (state.progress, self._starts((), ()))
         if self.attention.kernel is not None or len(shapes.own_arenas) > 1 or len(shapes.prompt_arenas) > 1:
-            yield self._copy, (state.cache, *self._copies([()]))
+            yield self._copy, (state.cache[0], *self._copies([()]))
 
     @property
     def pending(self) -> int:
@@ -445,11 +445,11 @@ class Engine:
         return Starts(**jax.device_put(fields, self._row_sharding))
 
     def _copy_blocks(self, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Copy blocks to others, given as pairs for each data shard."""
+        """Copy blocks to others, given as pairs for each data shard, by one small program that is the same for all layers."""
         per_shard = self._schedule.per_shard
         for first in range(0, max(map(len, copies)), per_shard):
             part = self._copies([pairs[first : first + per_shard] for pairs in copies])
-            self._state = Slots(self._copy(self._state.cache, *part), self._state.progress)
+            self._state = Slots(tuple(self._copy(layer, *part) for layer in self._state.cache), self._state.progress)
 
     def _copies(self, copies: Sequence[Sequence[tuple[int, int]]]) -> tuple[jax.Array, jax.Array]:
         """Build the arrays that say which block is copied to which, at most one pair per slot of each data shard."""

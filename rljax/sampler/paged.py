@@ -75,12 +75,10 @@ class InBlocks:
         store = jax.shard_map(store_prompts, mesh=mesh, in_specs=(_HEADS, _HEADS, _ROWS), out_specs=_HEADS)
         return LayerCache(store(layer.prompt, prompts, blocks), layer.own)
 
-    def copied(
-        self, mesh: Mesh, cache: tuple[LayerCache, ...], source: Int[Array, " n"], target: Int[Array, " n"]
-    ) -> tuple[LayerCache, ...]:
-        """Copy blocks to others of the same pool and data shard, in every layer; a target of -1 is none."""
+    def copied(self, mesh: Mesh, layer: LayerCache, source: Int[Array, " n"], target: Int[Array, " n"]) -> LayerCache:
+        """Copy blocks of a layer to others of the same pool and data shard; a target of -1 is none."""
         copy = jax.shard_map(_copied, mesh=mesh, in_specs=(_HEADS, _ROWS, _ROWS), out_specs=_HEADS)
-        return copy(cache, source, target)
+        return copy(layer, source, target)
 
 
 @pytree
@@ -333,16 +331,12 @@ def _taken(arenas: Sequence[Blocks], blocks: Int[Array, "*n"]) -> Blocks:
     return found
 
 
-def _copied(cache: tuple[LayerCache, ...], source: Int[Array, " n"], target: Int[Array, " n"]) -> tuple[LayerCache, ...]:
+def _copied(layer: LayerCache, source: Int[Array, " n"], target: Int[Array, " n"]) -> LayerCache:
     """Copy blocks of one data shard, those of the own pool counted on after the prompt pool's."""
-
-    def copy(layer: LayerCache) -> LayerCache:
-        # Else XLA may read a block after it was written to, for which it would copy all of the cache.
-        found = KeyValue(*jax.lax.optimization_barrier(_taken((*layer.prompt, *layer.own), source)))
-        first_own = sum(len(arena.key) for arena in layer.prompt)
-        return LayerCache(_store(layer.prompt, target, found), _store(layer.own, target - first_own, found))
-
-    return tuple(map(copy, cache))
+    # Else XLA may read a block after it was written to, for which it would copy all of the cache.
+    found = KeyValue(*jax.lax.optimization_barrier(_taken((*layer.prompt, *layer.own), source)))
+    first_own = sum(len(arena.key) for arena in layer.prompt)
+    return LayerCache(_store(layer.prompt, target, found), _store(layer.own, target - first_own, found))
 
 
 def _apart(part: Part) -> Part:

@@ -99,14 +99,12 @@ class InPages:
             layer, prompts, blocks
         )
 
-    def copied(
-        self, mesh: Mesh, cache: tuple[Pages, ...], source: Int[Array, " b"], target: Int[Array, " b"]
-    ) -> tuple[Pages, ...]:
-        """Copy pages to others of the same data shard, in every layer; a target of -1 is none."""
+    def copied(self, mesh: Mesh, layer: Pages, source: Int[Array, " b"], target: Int[Array, " b"]) -> Pages:
+        """Copy pages of a layer to others of the same data shard; a target of -1 is none."""
         copy = jax.shard_map(
             partial(_copied, self.kernel.page_dim), mesh=mesh, in_specs=(self.spec, _ROWS, _ROWS), out_specs=self.spec
         )
-        return copy(cache, source, target)
+        return copy(layer, source, target)
 
 
 def _plan(pages: Int[Array, "b q"], position: Int[Array, " b"], active: Bool[Array, " b"]) -> _Plan:
@@ -193,7 +191,7 @@ def _with_tokens(kernel: Kernel, pages: Pages, new: KeyValue, page: Int[Array, "
     return jax.tree.map(store, pages, kernel.pack(new, pages))
 
 
-def _copied(dim: int, cache: tuple[Pages, ...], source: Int[Array, " b"], target: Int[Array, " b"]) -> tuple[Pages, ...]:
+def _copied(dim: int, layer: Pages, source: Int[Array, " b"], target: Int[Array, " b"]) -> Pages:
     """Copy pages of one data shard."""
 
     def copy(held: Array) -> Array:
@@ -201,7 +199,7 @@ def _copied(dim: int, cache: tuple[Pages, ...], source: Int[Array, " b"], target
         found = jax.lax.optimization_barrier(_taken(held, dim, source))
         return _stored(held, dim, found, target)
 
-    return jax.tree.map(copy, cache)
+    return jax.tree.map(copy, layer)
 
 
 def _stored(held: Array, dim: int, new: Array, page: Int[Array, " n"], offset: Int[Array, " n"] | None = None) -> Array:

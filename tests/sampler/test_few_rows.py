@@ -104,7 +104,7 @@ def test_occupancy_is_the_share_of_rows_that_drew() -> None:
 def test_no_copy_of_a_layers_cache_is_made(program: str) -> None:
     engine = engine_of(**OPTIONS)
     few = engine._shapes.decode()[0]
-    inputs: Sequence[Any] = (engine._state.cache, *engine._copies([[]]))
+    inputs: Sequence[Any] = (engine._state.cache[0], *engine._copies([[]]))
     if program == "_decode":
         inputs = (engine._params, engine._state, *engine._tables(few, empty=True), engine._stop_ids, None)
         assert few.rows < engine.slots
