@@ -440,9 +440,9 @@ class Config(Section):
     def pack_length(self) -> int:
         """Tokens of a packed row; it follows from the recipe alone, so it is the same on every mesh and in every process.
 
-        By default it is that of the longest rollout. With a budget of tokens it is what two groups of longest rollouts need, up to
-        `_LONGEST_CHOSEN_ROW` and to the share of each row: a prompt is then stored once for all of its group, and groups that are
-        shorter, as most are, leave less of a row empty.
+        By default it is that of the longest rollout. With a budget of tokens it is what two groups of such need, up to
+        `_LONGEST_CHOSEN_ROW` and to the share of each row: a prompt is then stored once for all of its group, and shorter
+        groups, as most are, leave less of a row empty.
         """
         prompt, completion = self.sampler.max_prompt_length, self.sampler.max_completion_length
         if self.train.pack_length is not None:
