@@ -134,7 +134,8 @@ class Decoder(nnx.Module):
         `stored` gives keys and values the form in which a cache keeps them, and in which all tokens then see them.
         """
         arch = self.arch
-        windows = {kind.attention.window for kind in layer_kinds(arch)}
+        # In the order of layers: that of a set differs between processes, and so would the programs and their cached copies.
+        windows = dict.fromkeys(kind.attention.window for kind in layer_kinds(arch))
         masks = {window: segment_mask(positions, segments, parents, window) for window in windows}
         # Over `context` each device has some queries of every row, and parts of a row would leave most of them idle.
         over_row = attend if axis_size("context") > 1 else attend_in_order
@@ -156,8 +157,8 @@ class Decoder(nnx.Module):
         return Forward(self._normalised(hidden, dtype), seen, routing)
 
     def _ropes(self, positions: Int[Array, "b s"]) -> dict[Rope, Float[Array, "b s r"]]:
-        kinds = layer_kinds(self.arch)
-        return {kind.rope: rope_table(self.arch, kind.rope, positions) for kind in kinds if kind.rope is not None}
+        ropes = dict.fromkeys(kind.rope for kind in layer_kinds(self.arch) if kind.rope is not None)  # in the order of layers
+        return {rope: rope_table(self.arch, rope, positions) for rope in ropes}
 
     def _embedded(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         hidden = _look_up(self.embed[...], tokens)
