@@ -76,6 +76,17 @@ def test_no_product_of_the_backward_pass_mixes_dtypes():
         assert str(eqn.outvars[0].aval.dtype) == "float32"
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("k", "n"), [(24, 8), (8, 24)])
+def test_the_left_side_of_a_weight_gradient_is_the_smaller(k, n, dtype):
+    """XLA:CPU brings it into another layout, and computes it again while it does."""
+    x, _, g = operands((2, 16), k, n, dtype)
+    jaxpr = jax.make_jaxpr(contract_rows)(x, g)
+    (dot,) = [eqn for eqn in _equations(jaxpr.jaxpr) if eqn.primitive.name == "dot_general"]
+    assert dot.invars[0].aval.shape[-1] == 8
+    np.testing.assert_allclose(contract_rows(x, g), flat(x).T @ flat(g), rtol=FLOAT32, atol=FLOAT32 * 10)
+
+
 def _equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn

@@ -58,6 +58,17 @@ def test_the_program_does_not_grow_with_depth() -> None:
     assert long < 1.02 * short
 
 
+def test_rotations_are_computed_once_per_kind_of_layer() -> None:
+    def tables(arch: Arch) -> int:
+        rows = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+        traced = jax.make_jaxpr(lambda params, *rows: merge(arch, params)(*rows, dtype=jnp.dtype("float32"))[0])
+        return str(traced(abstract_params(arch), rows, rows, rows)).count(" = sin ")
+
+    arch = dataclasses.replace(deep(4), unrotated_layers=())
+    assert tables(arch) == 1
+    assert tables(dataclasses.replace(arch, windowed_rope=Rope(1e6))) == 2
+
+
 def test_padding_rows_have_no_probability() -> None:
     arch = dataclasses.replace(PLAIN, valid_vocab=20)
     params = init_params(arch, 0)
