@@ -71,6 +71,11 @@ def layer_kinds(arch: Arch) -> tuple[LayerKind, ...]:
     return tuple(kind(layer) for layer in arch.layers)
 
 
+def windows(arch: Arch) -> list[int | None]:
+    """Return the windows that layers have, each once and in the same order in every process, as programs must be."""
+    return sorted({kind.attention.window for kind in layer_kinds(arch)}, key=str)
+
+
 Attention = Callable[[Array, KeyValue, Any, AttentionOptions, Array | None], tuple[Array, Any]]
 """From the queries [b, s, k, m, c] and the fresh keys and values of some tokens, one layer's cache, its options and sinks, to
 what the queries attended to (the shape of the queries) and the cache with the tokens in it. Without a cache: their keys and

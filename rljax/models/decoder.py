@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from rljax.mesh import axis_size, constrain, row_axes
 from rljax.models.arch import Arch, Rope
 from rljax.models.attention import AttentionOptions, attend, attend_in_order, segment_mask, soft_cap
-from rljax.models.block import INPUTS, Attention, Block, KeyValue, LayerKind, Tables, layer_kinds, rms_norm, rope_table
+from rljax.models.block import INPUTS, Attention, Block, KeyValue, LayerKind, Tables, layer_kinds, rms_norm, rope_table, windows
 from rljax.models.lora import detach
 from rljax.models.moe import Routing
 from rljax.models.parameters import constant, weight
@@ -134,9 +134,7 @@ class Decoder(nnx.Module):
         `stored` gives keys and values the form in which a cache keeps them, and in which all tokens then see them.
         """
         arch = self.arch
-        # In the order of layers: that of a set differs between processes, and so would the programs and their cached copies.
-        windows = dict.fromkeys(kind.attention.window for kind in layer_kinds(arch))
-        masks = {window: segment_mask(positions, segments, parents, window) for window in windows}
+        masks = {window: segment_mask(positions, segments, parents, window) for window in windows(arch)}
         # Over `context` each device has some queries of every row, and parts of a row would leave most of them idle.
         over_row = attend if axis_size("context") > 1 else attend_in_order
 

@@ -31,7 +31,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.mesh import DATA_AXES, data_shards
 from rljax.models.arch import Arch
 from rljax.models.attention import AttentionOptions, Part, Scales, attend, attend_part, join_parts, position_mask
-from rljax.models.block import Attention, KeyValue, layer_kinds
+from rljax.models.block import Attention, KeyValue, windows
 from rljax.pytree import pytree
 from rljax.sampler.cache import BLOCK, Blocks, LayerCache, as_kept, empty_blocks
 
@@ -169,7 +169,7 @@ def paged_attention(
         origin: Per slot, the position of the first token in its own blocks.
         active: Which slots store their token; what others hold is left alone.
     """
-    plan = jax.shard_map(partial(_plan, _windows(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
+    plan = jax.shard_map(partial(_plan, windows(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)
     return over_mesh(mesh, _attend, plan(tables, position, origin, active))
 
 
@@ -180,11 +180,7 @@ def pieces_attention(arch: Arch, mesh: Mesh, pieces: Pieces) -> Attention:
 
 def plan_of_pieces(arch: Arch, mesh: Mesh, pieces: Pieces) -> PiecesPlan:
     """Derive from the pieces what every layer needs, on every data shard."""
-    return jax.shard_map(partial(_plan_pieces, _windows(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)(pieces)
-
-
-def _windows(arch: Arch) -> list[int | None]:
-    return sorted({kind.attention.window for kind in layer_kinds(arch)}, key=str)
+    return jax.shard_map(partial(_plan_pieces, windows(arch)), mesh=mesh, in_specs=_ROWS, out_specs=_ROWS)(pieces)
 
 
 def over_mesh(
