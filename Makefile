@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart setup fmt check test test-all bench
+.PHONY: help quickstart setup fmt check test test-fast bench
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -26,11 +26,11 @@ check: $(VENV)/.development ## Lint, format, types and layers
 	@echo "pyright" && $(BIN)/pyright
 	@echo "lint-imports" && $(BIN)/lint-imports --no-cache --no-logo
 
-test: $(VENV)/.development ## Run the fast tests; ARGS="-k sampler" for some of them
-	@$(PYTEST) -m "not slow" $(ARGS)
-
-test-all: $(VENV)/.development ## Run all tests
+test: $(VENV)/.development ## Run all tests; ARGS="-k sampler" for some of them
 	@$(PYTEST) $(ARGS)
+
+test-fast: $(VENV)/.development ## Run the tests that take less than 20 seconds each
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 bench: $(VENV)/.development ## List the benchmarks; BENCH=name runs one, ARGS="..." are its options
 ifdef BENCH
