@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, nargs="+", default=[46, 512], help="prompt lengths (tokens)")
     parser.add_argument("--group", type=int, default=8, help="rollouts per prompt")
     parser.add_argument("--slots", type=int, default=64, help="of the engine that is warmed up")
-    parser.add_argument("--longest", type=int, default=128, help="its longest prompt and completion (tokens)")
+    parser.add_argument("--longest", type=int, nargs=2, default=[128, 128], help="its longest prompt, and completion (tokens)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--turns", action="store_true", help="warm up what conversations of several turns need, too")
     parser.add_argument("--warm-up", action="store_true", help="only warm up, once, and say how long it took")
@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace, dtype: str, prompt: int) -> dict[str, Any]
 def warm_up(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """Compile all programs of an engine as a run has it."""
     arch, mesh, params = sampler_params(args.checkpoint, dtype)
-    sizes = {"slots": args.slots, "prompt": args.longest, "tokens": args.longest, "readers": args.group}
+    sizes = {"slots": args.slots, "prompt": args.longest[0], "tokens": args.longest[1], "readers": args.group}
     turns = {"reuse_cache": True, "prefill_chunk": 256} if args.turns else {}
     engine = endless_engine(arch, mesh, params, **sizes, **turns)
     start = time.perf_counter()
@@ -76,8 +76,9 @@ def warm_up(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
 
 def in_new_process(args: argparse.Namespace, dtype: str, cache: str) -> dict[str, Any]:
     """Warm up in a process of its own, with compiled programs kept in a folder."""
-    options = ("checkpoint", "group", "slots", "longest")
+    options = ("checkpoint", "group", "slots")
     given = [part for name in options for part in (f"--{name}", str(getattr(args, name)))]
+    given += ["--longest", *map(str, args.longest)]
     settings = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     command = [sys.executable, __file__, "--warm-up", "--dtype", dtype, *given, *(("--turns",) if args.turns else ())]
     return json.loads(subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True).stdout)
