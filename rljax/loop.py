@@ -27,6 +27,7 @@ from rljax.checkpoint import CheckpointStore, load_files, load_params, save_para
 from rljax.config import Config
 from rljax.conversion.adapter import AdapterCard, base_identity, check_adapter, write_adapter
 from rljax.convert import read_arch, read_checkpoint
+from rljax.cpu import multiplies_bfloat16
 from rljax.data.prompts import PromptStream, TaskSource, check_fingerprint
 from rljax.data.tokenizer import Tokenizer
 from rljax.envs.base import parse_options
@@ -37,7 +38,7 @@ from rljax.learner.state import TrainState
 from rljax.learner.step import DeviceBatch, Learner
 from rljax.manifest import MANIFEST
 from rljax.memory import estimate, give_back_freed
-from rljax.mesh import build_mesh, data_shards
+from rljax.mesh import build_mesh, data_shards, on_cpu
 from rljax.models.quantized import num_bytes
 from rljax.pytree import Params
 from rljax.records import Group, RunMeta
@@ -160,6 +161,12 @@ def check(config: Config, report: Callable[[str], None] = lambda text: None) -> 
 
 def _report_needs(config: Config, learner: Learner, engine: Engine, report: Callable[[str], None]) -> None:
     report(f"attention in decode steps: {engine.attention}")
+    types = (config.model.compute_dtype, config.sampler.dtype)
+    if "bfloat16" in types and on_cpu(learner.mesh) and multiplies_bfloat16() is False:
+        report(
+            "bfloat16: this CPU has no products of that type, and converts; on it "
+            "`model.compute_dtype=float32 sampler.dtype=float32` is faster"
+        )
     for line in estimate(config, learner, engine).lines():
         report(line)
 

@@ -221,6 +221,33 @@ def test_a_check_tells_the_plan_and_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("able", "option", "told"),
+    [
+        (False, "model.compute_dtype=bfloat16", True),
+        (False, "sampler.dtype=bfloat16", True),
+        (False, "run.seed=1", False),
+        (True, "sampler.dtype=bfloat16", False),
+        (None, "sampler.dtype=bfloat16", False),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_it_is_told(
+    able: bool | None, option: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rljax.loop.multiplies_bfloat16", lambda: able)
+    said: list[str] = []
+    check(config(tmp_path / "run", option), said.append)
+    lines = [line for line in said if line.startswith("bfloat16: ")]
+    assert (
+        lines
+        == [
+            "bfloat16: this CPU has no products of that type, and converts; on it "
+            "`model.compute_dtype=float32 sampler.dtype=float32` is faster"
+        ]
+        * told
+    )
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("model.checkpoint=nowhere", "nowhere is no checkpoint of rljax"),

@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 import rljax  # noqa: E402 (the path has to be there first)
 from rljax.cli import EXIT_INTERRUPTED, EXIT_RETRY, EXIT_STORAGE, EXIT_USAGE, use_compilation_cache  # noqa: E402
 from rljax.config import Config  # noqa: E402
+from rljax.cpu import multiplies_bfloat16  # noqa: E402
 from rljax.envs.base import task_maker  # noqa: E402
 from rljax.manifest import DamagedError, StorageError, check_files, read_manifest  # noqa: E402
 from rljax.telemetry.metrics import BUCKETS  # noqa: E402
@@ -77,6 +78,16 @@ class Teller:
             spent = time.monotonic() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
             self.say(f"  {spent:.1f} s", "dim")
+
+
+def types_for_this_host(teller: Teller) -> list[str]:
+    """Return overrides of the recipe that let a CPU without products of bfloat16 compute in float32, and say so."""
+    import jax
+
+    if jax.default_backend() != "cpu" or multiplies_bfloat16() is not False:
+        return []
+    teller.say("This CPU has no products of bfloat16, so everything is computed in float32.")
+    return ["model.compute_dtype=float32", "sampler.dtype=float32"]
 
 
 def prepare(checkpoint: Path, teller: Teller, wheel: Path | None = None) -> None:
@@ -282,7 +293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     try:
         overrides = [f"run.seed={options.seed}", f"run.dir={ROOT / 'runs' / f'quickstart-seed{options.seed}'}"]
-        config = rljax.load_config(RECIPE, overrides + ([f"train.steps={options.steps}"] if options.steps else []))
+        overrides += [f"train.steps={options.steps}"] if options.steps else []
+        config = rljax.load_config(RECIPE, overrides + types_for_this_host(teller))
         use_compilation_cache()
         prepare(config.model.checkpoint, teller, options.wheel)
         code = learn(config, teller)

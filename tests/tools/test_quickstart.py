@@ -20,7 +20,7 @@ from rljax.config import Config
 from rljax.telemetry.sinks import read_metrics
 from tests.house.repository import ROOT
 from tools.make_tiny_checkpoint import make_tiny_checkpoint
-from tools.quickstart import RECIPE, Teller, is_whole, learn, plot
+from tools.quickstart import RECIPE, Teller, is_whole, learn, plot, types_for_this_host
 
 OPTIONS = [
     "train.rollout_batch_size=2",
@@ -124,6 +124,16 @@ def test_a_stopped_run_is_continued_and_other_options_are_refused(make_config: C
     assert "done already" in told.getvalue()
     with pytest.raises(ValueError, match=r"optimizer\.learning_rate: 1e-05 -> 1\.0"):
         start(make_config("train.steps=4", "optimizer.learning_rate=1"), io.StringIO())
+
+
+@pytest.mark.parametrize("able", [True, False, None])
+def test_a_cpu_without_bfloat16_computes_in_float32(able: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.quickstart.multiplies_bfloat16", lambda: able)
+    told = io.StringIO()
+    config = rljax.load_config(RECIPE, types_for_this_host(Teller(Console(file=told, width=80))))
+    expected = "float32" if able is False else "bfloat16"
+    assert (config.model.compute_dtype, config.sampler.dtype) == (expected, expected)
+    assert ("float32" in told.getvalue()) == (able is False)
 
 
 def test_only_a_whole_checkpoint_is_kept(checkpoint: Path, tmp_path: Path) -> None:
