@@ -1,6 +1,8 @@
-"""What every test runs under: eight virtual CPU devices, strict broadcasting, no network.
+"""What every test runs under: eight virtual CPU devices, strict broadcasting, no network, programs that are quick to compile.
 
 The variables are set before anything imports jax, and as environment variables, so that child processes have them too.
+Tests compile far longer than they compute, so LLVM optimises little; XLA's own passes, which decide about copies, fusions
+and collectives, are those of every run.
 """
 
 import os
@@ -12,6 +14,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["HF_HUB_OFFLINE"] = "1"
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{QUICK_TO_COMPILE} {os.environ.get('XLA_FLAGS', '')}".strip()  # of two, the later one counts
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from collections.abc import Iterator  # noqa: E402

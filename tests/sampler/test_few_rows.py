@@ -17,6 +17,8 @@ from tests.tiny_model import ARCH, engine_of, request, run
 
 LOGP_ATOL = 5e-6
 """Float32 sums in another order; log-probabilities are of the order 10 (nats)."""
+CODES_ATOL = 1e-3
+"""With a cache in 8 bits a sum in another order can be rounded to the next code, a 127th of the largest channel away."""
 OPTIONS: dict[str, Any] = {"slots": 16, "max_completion_length": 130, "readers": 2, "decode_chunk_steps": 5}
 
 
@@ -35,11 +37,11 @@ def sizes_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Size]:
     return sizes
 
 
-def assert_same(few: dict[Any, Completion], all_: dict[Any, Completion]) -> None:
+def assert_same(few: dict[Any, Completion], all_: dict[Any, Completion], atol: float = LOGP_ATOL) -> None:
     assert few.keys() == all_.keys()
     for ticket, done in all_.items():
         assert few[ticket].tokens.tolist() == done.tokens.tolist()
-        np.testing.assert_allclose(few[ticket].logp, done.logp, rtol=0, atol=LOGP_ATOL)
+        np.testing.assert_allclose(few[ticket].logp, done.logp, rtol=0, atol=atol)
         assert few[ticket].finish_reason == done.finish_reason
 
 
@@ -57,7 +59,7 @@ def test_the_last_rollouts_draw_what_they_draw_among_others(
     few, all_ = engine_of(**OPTIONS, **options), engine_of(**OPTIONS, **options, batch_invariant=True)
     asked, sizes = long_and_short(40, **sampling), sizes_of(few, monkeypatch)
     found = {engine: run(engine, asked) for engine in (few, all_)}
-    assert_same(found[few], found[all_])
+    assert_same(found[few], found[all_], CODES_ATOL if "cache_dtype" in options else LOGP_ATOL)
     for ticket, done in found[all_].items():
         if done.top is not None:
             np.testing.assert_array_equal(found[few][ticket].top.ids, done.top.ids)
