@@ -399,7 +399,7 @@ def test_a_check_tells_how_large_a_quantised_base_is(tmp_path: Path, monkeypatch
 def test_a_run_whose_sampler_is_quantised_shows_the_gap_and_continues_exactly(
     trained: tuple[TrainResult, list[str]], tmp_path: Path
 ) -> None:
-    options = ("data.num_tasks=4", "sampler.weights_dtype=int8")
+    options = ("data.num_tasks=4", "sampler.weights_dtype=int8", "algorithm.rollout_is_threshold=1.0001")
     train(config(tmp_path / "whole", "train.steps=4", *options))
     train(config(tmp_path / "cut", "train.steps=2", *options))
     assert train(config(tmp_path / "cut", "train.steps=4", *options)).trained == 2
@@ -410,8 +410,8 @@ def test_a_run_whose_sampler_is_quantised_shows_the_gap_and_continues_exactly(
         # The model is random and its logits are small, so the gap is too; in float32 there is none but rounding.
         assert 1e-4 < row["gap/logp_mean"] < 0.1
         assert row["gap/logp_mean"] > 30 * plain[min(step, 2)]["gap/logp_mean"]
-    effective = [min(row["gap/effective_sample_fraction"] for row in rows.values()) for rows in (plain, small)]
-    assert effective[1] < 1 - 1e-8 < effective[0], "the weights against the sampler are no longer 1"
+        assert row["gap/is_truncated_fraction"] > 0, "the weights against the sampler are no longer 1"
+    assert all(row["gap/logp_max"] < 1e-4 for row in plain.values()), "without codes the same bound truncates none"
 
 
 def test_a_run_whose_cache_is_quantised_shows_the_gap(trained: tuple[TrainResult, list[str]], tmp_path: Path) -> None:
